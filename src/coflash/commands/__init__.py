@@ -1,0 +1,1 @@
+"""The verbs of the `coflash` command, one module each; see `coflash.cli`."""

@@ -1,0 +1,1 @@
+"""Attention under the names other libraries call it by: PyTorch's SDPA, transformers."""
