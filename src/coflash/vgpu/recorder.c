@@ -1,0 +1,187 @@
+/*
+ * The recorder: stands in for the runtime library under a compiled kernel's host code.
+ *
+ * An object exported by CuTe-DSL calls about a dozen functions of libcute_dsl_runtime.so, thin wrappers of the CUDA
+ * runtime.  This library offers the same names over no device at all: loading a library and looking up a kernel hand
+ * out names, attributes come from a table that Python fills, and a launch is passed to a callback, which copies the
+ * grid, the attributes and the parameter bytes before the host code's stack frame is gone.
+ *
+ * Signatures are those of the CUDA runtime API; only the layouts that the host code builds itself (cudaLaunchConfig_t,
+ * cudaLaunchAttribute) are spelled out here.
+ */
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define EXPORT __attribute__((visibility("default")))
+
+enum { SUCCESS = 0, INVALID_VALUE = 1, NOT_SUPPORTED = 801 };
+
+typedef struct {
+  uint32_t x, y, z;
+} Dim3;
+
+typedef struct {
+  int32_t id;
+  int32_t pad;
+  union {
+    char bytes[64];
+    int32_t number;
+    Dim3 dim;
+  } value;
+} LaunchAttribute;
+
+typedef struct {
+  Dim3 grid, block;
+  uint64_t dynamic_shared_bytes;
+  void *stream;
+  const LaunchAttribute *attributes;
+  uint32_t attribute_count;
+} LaunchConfig;
+
+/* A kernel handle is nothing but its name; handles live as long as the process, as the host code caches them. */
+typedef struct Kernel {
+  struct Kernel *next;
+  char name[];
+} Kernel;
+
+typedef int32_t (*LaunchCallback)(const char *kernel, const LaunchConfig *config, void **arguments);
+
+static LaunchCallback on_launch;
+static Kernel *kernels;
+static char last_error[512];
+
+enum { ATTRIBUTES = 256 };
+static int32_t device_attribute[ATTRIBUTES];
+static uint8_t device_attribute_known[ATTRIBUTES];
+
+static int32_t fail(int32_t code, const char *what, const char *detail) {
+  snprintf(last_error, sizeof last_error, "%s: %s", what, detail);
+  return code;
+}
+
+/* ---- What Python calls ------------------------------------------------------------------------------------------ */
+
+EXPORT void coflash_recorder_set_callback(LaunchCallback callback) { on_launch = callback; }
+
+EXPORT void coflash_recorder_set_device_attribute(int32_t attribute, int32_t value) {
+  if (attribute >= 0 && attribute < ATTRIBUTES) {
+    device_attribute[attribute] = value;
+    device_attribute_known[attribute] = 1;
+  }
+}
+
+/* The text of the last refusal, cleared by reading it. */
+EXPORT const char *coflash_recorder_take_error(void) {
+  static char taken[sizeof last_error];
+  memcpy(taken, last_error, sizeof taken);
+  last_error[0] = 0;
+  return taken;
+}
+
+/* ---- What the compiled host code calls -------------------------------------------------------------------------- */
+
+EXPORT int32_t cuda_dialect_init_library_once(void **library, int32_t (*init)(void **), int32_t (*load)(void **, int32_t),
+                                              void *on_error) {
+  (void)on_error;
+  if (*library) return SUCCESS;
+  int32_t status = init(library);
+  return status ? status : load(library, 0);
+}
+
+EXPORT void cuda_dialect_unload_library_once(void **library) { *library = NULL; }
+
+EXPORT int32_t _cudaLibraryLoadData(void **library, const void *image) {
+  *library = (void *)image;
+  return SUCCESS;
+}
+
+EXPORT int32_t _cudaLibraryUnload(void *library) {
+  (void)library;
+  return SUCCESS;
+}
+
+EXPORT int32_t _cudaLibraryGetKernel(Kernel **kernel, void *library, const char *name) {
+  (void)library;
+  for (Kernel *known = kernels; known; known = known->next)
+    if (!strcmp(known->name, name)) {
+      *kernel = known;
+      return SUCCESS;
+    }
+  Kernel *made = malloc(sizeof *made + strlen(name) + 1);
+  if (!made) return fail(2, "cudaLibraryGetKernel", "out of memory");
+  strcpy(made->name, name);
+  made->next = kernels;
+  *kernel = kernels = made;
+  return SUCCESS;
+}
+
+EXPORT int32_t _cudaGetDevice(int32_t *device) {
+  *device = 0;
+  return SUCCESS;
+}
+
+EXPORT int32_t _cudaSetDevice(int32_t device) {
+  return device == 0 ? SUCCESS : fail(101, "cudaSetDevice", "the virtual GPU is device 0");
+}
+
+EXPORT int32_t _cudaDeviceGetAttribute(int32_t *value, int32_t attribute, int32_t device) {
+  (void)device;
+  if (attribute < 0 || attribute >= ATTRIBUTES || !device_attribute_known[attribute]) {
+    char number[32];
+    snprintf(number, sizeof number, "attribute %d", attribute);
+    return fail(INVALID_VALUE, "cudaDeviceGetAttribute is not recorded for", number);
+  }
+  *value = device_attribute[attribute];
+  return SUCCESS;
+}
+
+/* The host code asks for the statically allocated shared memory (attribute 1) and for nothing else; CuTe-DSL kernels
+ * have none, since all their shared memory is dynamic. */
+EXPORT int32_t _cuKernelGetAttribute(int32_t *value, int32_t attribute, Kernel *kernel, int32_t device) {
+  (void)device;
+  if (attribute != 1) return fail(INVALID_VALUE, "cuKernelGetAttribute is not recorded for", kernel->name);
+  *value = 0;
+  return SUCCESS;
+}
+
+EXPORT int32_t _cudaFuncSetAttribute(const void *kernel, int32_t attribute, int32_t value) {
+  (void)kernel, (void)attribute, (void)value;
+  return SUCCESS;
+}
+
+EXPORT int32_t _cudaKernelSetAttributeForDevice(Kernel *kernel, int32_t attribute, int32_t value, int32_t device) {
+  (void)device;
+  return _cudaFuncSetAttribute(kernel, attribute, value);
+}
+
+EXPORT int32_t _cudaLaunchKernelEx(const LaunchConfig *config, const Kernel *kernel, void **arguments) {
+  if (!on_launch) return fail(NOT_SUPPORTED, "cudaLaunchKernelEx", "nobody records");
+  return on_launch(kernel->name, config, arguments);
+}
+
+/* Failures reach Python as an exception through the callback the caller hands in. */
+EXPORT void CuteDSLRT_TVMFFISetRaisedCudaError(void (*raise)(const char *, const char **, int32_t), int32_t code) {
+  char text[640];
+  snprintf(text, sizeof text, "error %d under the recorder%s%s", code, last_error[0] ? ": " : "", last_error);
+  const char *parts[] = {text};
+  raise("RuntimeError", parts, 1);
+}
+
+EXPORT void CuteDSLRT_TVMFFISetRaisedCudaLaunchError(
+    void (*raise)(const char *, const char **, int32_t), int32_t grid_x, int32_t grid_y, int32_t grid_z,
+    int32_t block_x, int32_t block_y, int32_t block_z, int32_t block_threads, int64_t dynamic_shared, int32_t device,
+    int32_t max_threads, int32_t max_block_x, int32_t max_block_y, int32_t max_block_z, int32_t max_grid_x,
+    int32_t max_grid_y, int32_t max_grid_z, int32_t max_shared, int32_t max_shared_optin, const char *violation,
+    const char *source_file, int32_t line, int32_t column, int32_t end_column) {
+  (void)block_threads, (void)device, (void)max_threads, (void)max_block_x, (void)max_block_y, (void)max_block_z;
+  (void)max_grid_x, (void)max_grid_y, (void)max_grid_z, (void)max_shared, (void)column, (void)end_column;
+  char text[1024];
+  snprintf(text, sizeof text, "a launch of grid %d,%d,%d block %d,%d,%d with %lld bytes of shared memory (limit %d) is refused: %s (%s:%d)",
+           grid_x, grid_y, grid_z, block_x, block_y, block_z, (long long)dynamic_shared, max_shared_optin,
+           violation ? violation : "", source_file ? source_file : "?", line);
+  const char *parts[] = {text};
+  raise("RuntimeError", parts, 1);
+}
