@@ -1,0 +1,221 @@
+"""The one module that runs the CuTe-DSL compiler.
+
+`compile_to` turns a kernel class and its config into a shared object, its PTX and its machine code. It needs
+neither a GPU nor a driver. Everything else in `coflash.compiler` treats what it writes as a finished thing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from coflash.compiler import resources
+
+#: The processor that host code is compiled for: named, so that an object made on a machine with AVX-512 starts on
+#: one without it. The DSL's default is the processor of the build machine.
+HOST_TARGETS = {
+    "x86_64": ("x86_64-unknown-linux-gnu", "x86-64-v3"),
+    "aarch64": ("aarch64-unknown-linux-gnu", "generic"),
+}
+
+_lock = threading.Lock()  # the DSL is a process-wide singleton with one set of options
+
+
+class CompileError(RuntimeError):
+    """A kernel could not be compiled; the message holds the compiler's own."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """The files of one compiled kernel, all in `directory`."""
+
+    directory: Path
+    kernel: str
+    arch: str
+    function: str  # name of the tvm-ffi function that `so` exports
+    symbol: str  # name of the kernel's entry in `ptx` (the first, where the host function launches several)
+    arguments: tuple[str, ...]  # names, in call order; the stream is not among them
+    resources: tuple[resources.Resources, ...]  # one for each kernel entry
+
+    @property
+    def so(self) -> Path:
+        return self.directory / "kernel.so"
+
+    @property
+    def object(self) -> Path:
+        return self.directory / "kernel.o"
+
+    @property
+    def ptx(self) -> Path:
+        return self.directory / "kernel.ptx"
+
+    @property
+    def cubin(self) -> Path:
+        return self.directory / "kernel.cubin"
+
+    @property
+    def json(self) -> Path:
+        return self.directory / "kernel.json"
+
+
+def locate(kernel_name: str) -> tuple[str, str]:
+    """Module and class of a kernel: "sm90.forward" is Forward in coflash.kernels.sm90.forward; a kernel from
+    elsewhere is named in full, as "package.module:Class"."""
+    if ":" in kernel_name:
+        module, _, cls = kernel_name.partition(":")
+        return module, cls
+    return f"coflash.kernels.{kernel_name}", "".join(
+        word.capitalize() for word in kernel_name.rpartition(".")[2].split("_")
+    )
+
+
+def compile_to(directory: str | os.PathLike[str], kernel_name: str, config: Any, arch: str) -> Compiled:
+    """Compile a kernel for `arch` ("sm_90a", "sm_100a", "sm_103a") into `directory`, in this process.
+
+    Writes kernel.so, kernel.o, kernel.ptx, kernel.cubin and kernel.json. The shared object names no libraries it
+    needs: whoever loads it first loads those that offer the runtime's symbols (the DSL's runtime, or a stand-in).
+    """
+    started = time.perf_counter()
+    out = Path(directory)
+    out.mkdir(parents=True, exist_ok=True)
+    function = "coflash_" + kernel_name.replace(":", "_").replace(".", "_")
+    with _lock:
+        arguments, compiled, log = _run_dsl(kernel_name, config, arch)
+        host_object = _host_object(compiled, function)
+    (out / "kernel.ptx").write_text(compiled.artifacts.PTX)
+    (out / "kernel.cubin").write_bytes(compiled.artifacts.CUBIN)
+    (out / "kernel.o").write_bytes(host_object)
+    link(out / "kernel.o", out / "kernel.so")
+    report = resources.read(compiled.artifacts.CUBIN, log)
+    result = Compiled(
+        directory=out,
+        kernel=kernel_name,
+        arch=arch,
+        function=function,
+        symbol=report[0].symbol,
+        arguments=arguments,
+        resources=report,
+    )
+    description = {
+        "kernel": kernel_name,
+        "arch": arch,
+        "config": repr(config),
+        "function": function,
+        "symbol": result.symbol,
+        "arguments": list(arguments),
+        "resources": [r.as_dict() for r in report],
+        "host": HOST_TARGETS[platform.machine()][1],
+        "dsl": dsl_version(),
+        "seconds": round(time.perf_counter() - started, 3),
+    }
+    result.json.write_text(json.dumps(description, indent=1) + "\n")
+    return result
+
+
+def dsl_version() -> str | None:
+    """The installed DSL's version, without importing it; None where it isn't installed."""
+    from importlib import metadata
+
+    try:
+        return metadata.version("nvidia-cutlass-dsl")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _run_dsl(kernel_name: str, config: Any, arch: str) -> tuple[tuple[str, ...], Any, str]:
+    if dsl_version() is None:
+        raise CompileError(
+            f"compiling {kernel_name} for {arch} needs nvidia-cutlass-dsl, which isn't installed; without it, "
+            "use a folder made by `coflash compile` and named in COFLASH_CACHE_READONLY"
+        )
+    with _excepthook_kept():
+        import cutlass.cute as cute
+
+        module_name, class_name = locate(kernel_name)
+        module = importlib.import_module(module_name)
+        fake_arguments = dict(module.fake_arguments(config))
+        host_function = getattr(module, class_name)(config)
+        log = io.StringIO()
+        with tempfile.TemporaryDirectory(prefix="coflash-") as dump, contextlib.redirect_stderr(log):
+            options = (
+                f"--enable-tvm-ffi --gpu-arch {arch} --generate-line-info "
+                f"--keep-ptx --keep-cubin --dump-dir {dump} remarks{{ptx}}"
+            )
+            try:
+                compiled = cute.compile(host_function, *fake_arguments.values(), options=options)
+            except Exception as error:
+                raise CompileError(f"{kernel_name} for {arch}, {config}:\n{error}\n{log.getvalue()}") from error
+    names = tuple(name for name in fake_arguments if name != "stream")
+    return names, compiled, log.getvalue()
+
+
+@contextlib.contextmanager
+def _excepthook_kept() -> Iterator[None]:
+    """Importing the DSL replaces sys.excepthook; a library that compiles on the side must leave it alone."""
+    hook = sys.excepthook
+    try:
+        yield
+    finally:
+        sys.excepthook = hook
+
+
+def _host_object(compiled: Any, function: str) -> bytes:
+    """The launch code and the embedded machine code, as an object file for the baseline processor."""
+    from cutlass.base_dsl.export import get_export_module
+    from cutlass.cutlass_dsl.tvm_ffi_provider import rename_tvm_ffi_function
+
+    machine = platform.machine()
+    if machine not in HOST_TARGETS:
+        raise CompileError(f"host code can be made for {', '.join(HOST_TARGETS)}, not for {machine}")
+    triple, cpu = HOST_TARGETS[machine]
+    prefix = "__cute_internal_" + function
+    module = get_export_module(
+        compiled.ir_module, prefix, preserve_symbols={f"__tvm_ffi_{compiled.function_name}"}
+    )
+    rename_tvm_ffi_function(module, compiled.function_name, function)
+    with tempfile.TemporaryDirectory(prefix="coflash-") as folder:
+        path = os.path.join(folder, "kernel.o")
+        compiled.export_provider.mlirExecutionEngine.dump_object_file_pic(
+            module,
+            path,
+            f"{prefix}_{compiled.function_name}",
+            opt_level=3,
+            host_triple=triple,
+            host_cpu=cpu,
+            host_features="",
+        )
+        return Path(path).read_bytes()
+
+
+def link(host_object: Path, shared_object: Path) -> None:
+    """Make a shared object that exports the tvm-ffi function alone."""
+    linker = next(
+        (found for name in (os.environ.get("CC"), "cc", "gcc", "clang", "ld") if name and (found := shutil.which(name))),
+        None,
+    )
+    if linker is None:
+        raise CompileError("compiling a kernel needs a C compiler or a linker: none of cc, gcc, clang, ld is on PATH")
+    script = shared_object.with_suffix(".map")
+    script.write_text("{ global: __tvm_ffi_*; local: *; };\n")
+    flag = "" if Path(linker).name == "ld" else "-Wl,"
+    command = [linker, "-shared", "-s", f"{flag}--version-script={script}", "-o", str(shared_object), str(host_object)]
+    if flag:
+        command.insert(2, "-nostdlib")
+    done = subprocess.run(command, capture_output=True, text=True)
+    script.unlink()
+    if done.returncode != 0:
+        raise CompileError(f"{' '.join(command)}:\n{done.stderr}")
