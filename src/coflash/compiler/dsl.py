@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coflash.compiler import resources
+from coflash.compiler import resources, runtime
 
 #: The processor that host code is compiled for: named, so that an object made on a machine with AVX-512 starts on
 #: one without it. The DSL's default is the processor of the build machine.
@@ -86,8 +86,7 @@ def locate(kernel_name: str) -> tuple[str, str]:
 def compile_to(directory: str | os.PathLike[str], kernel_name: str, config: Any, arch: str) -> Compiled:
     """Compile a kernel for `arch` ("sm_90a", "sm_100a", "sm_103a") into `directory`, in this process.
 
-    Writes kernel.so, kernel.o, kernel.ptx, kernel.cubin and kernel.json. The shared object names no libraries it
-    needs: whoever loads it first loads those that offer the runtime's symbols (the DSL's runtime, or a stand-in).
+    Writes kernel.so, kernel.o, kernel.ptx, kernel.cubin and kernel.json.
     """
     started = time.perf_counter()
     out = Path(directory)
@@ -202,20 +201,23 @@ def _host_object(compiled: Any, function: str) -> bytes:
 
 
 def link(host_object: Path, shared_object: Path) -> None:
-    """Make a shared object that exports the tvm-ffi function alone."""
+    """Make a shared object that exports the tvm-ffi function alone and names the runtime libraries it needs."""
     linker = next(
-        (found for name in (os.environ.get("CC"), "cc", "gcc", "clang", "ld") if name and (found := shutil.which(name))),
+        (found for name in (os.environ.get("CC"), "cc", "gcc", "clang") if name and (found := shutil.which(name))),
         None,
     )
     if linker is None:
-        raise CompileError("compiling a kernel needs a C compiler or a linker: none of cc, gcc, clang, ld is on PATH")
+        raise CompileError("compiling a kernel needs a C compiler to link with: none of cc, gcc, clang is on PATH")
     script = shared_object.with_suffix(".map")
     script.write_text("{ global: __tvm_ffi_*; local: *; };\n")
-    flag = "" if Path(linker).name == "ld" else "-Wl,"
-    command = [linker, "-shared", "-s", f"{flag}--version-script={script}", "-o", str(shared_object), str(host_object)]
-    if flag:
-        command.insert(2, "-nostdlib")
-    done = subprocess.run(command, capture_output=True, text=True)
-    script.unlink()
+    try:
+        done = subprocess.run(
+            [linker, "-shared", "-nostdlib", "-s", f"-Wl,--version-script={script}", "-o", str(shared_object)]
+            + [str(host_object), str(runtime.dsl_runtime()), str(runtime.tvm_ffi_library())],
+            capture_output=True,
+            text=True,
+        )
+    finally:
+        script.unlink()
     if done.returncode != 0:
-        raise CompileError(f"{' '.join(command)}:\n{done.stderr}")
+        raise CompileError(f"{' '.join(done.args)}:\n{done.stderr}")
