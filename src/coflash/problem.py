@@ -52,7 +52,7 @@ class Problem:
     has_sink: bool = False
     score_mod: Callable | None = None  # (score, b, h, q_idx, kv_idx) -> score
     mask_mod: Callable | None = None  # (b, h, q_idx, kv_idx) -> bool
-    has_block_mask: bool = False  # a FlexAttention BlockMask says which blocks are empty, partial, full
+    block_mask_size: tuple[int, int] | None = None  # (queries, keys) in a block of FlexAttention's BlockMask
     has_alibi: bool = False
     dropout_p: float = 0.0
 
@@ -68,6 +68,11 @@ class Problem:
     @property
     def paged(self) -> bool:
         return self.page_size > 0
+
+    @property
+    def has_block_mask(self) -> bool:
+        """Whether a FlexAttention BlockMask says which blocks are empty, partial and full."""
+        return self.block_mask_size is not None
 
     @property
     def window(self) -> tuple[int | None, int | None]:

@@ -1,0 +1,242 @@
+"""The public functions: arguments in, a checked and named call out.
+
+The method is FlashAttention's: attention computed exactly, tile by tile, with the softmax normalised as it
+goes, so that memory grows linearly with the sequence (Dao et al., arXiv:2205.14135 and arXiv:2307.08691), in
+the form that FlashAttention-4 gave it: rescale only when the running maximum grows by more than a threshold,
+and exponentials by polynomial where the hardware is short of them.
+
+What all functions share:
+
+- **Dtypes**: q, k, v of one dtype, float16, bfloat16, float32 or float64.  Scores and sums are float32
+  (float64 for float64 inputs); under autocast, inputs are cast as PyTorch's own attention casts them.
+- **Strides**: any.  A kernel reads operands in place when their last stride is 1 and base and rows are
+  aligned to 16 bytes; otherwise the operand is copied once.
+- **A score's way**: `softmax_scale * q·k`, softcap, alibi, `score_mod`, then the masks: causal, window,
+  `mask_mod`, lengths; at last the sink joins the denominator.
+- **A row that sees no key** has output 0, lse -inf (the sink's score with a sink) and gradients 0.
+- **Results**: `out`, or `(out, lse)` with `return_lse=True`.  lse is the natural logarithm of the softmax's
+  denominator, sink included, in float32 (float64 for float64 inputs), and is differentiable.
+- **Errors**: `TypeError` for an argument of the wrong type or dtype, `ValueError` for a wrong value or shape,
+  `NotImplementedError` for what the chosen path cannot do.  The message names the argument, what it was, and
+  what is accepted.  On CUDA tensors, values (`cu_seqlens`, lengths, page tables) are read back and checked
+  once for each version of a tensor, never while a CUDA graph is being captured.
+
+Everything after q, k, v is keyword-only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+__all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache", "flex_attention"]
+
+Backend = Literal["auto", "portable", "kernel"]
+Window = tuple[int | None, int | None]
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (None, None),
+    softcap: float = 0.0,
+    learnable_sink: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+    alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    backend: Backend = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention over a batch of equally long sequences, differentiable in every floating argument.
+
+    Args:
+        q: queries, `(batch, seqlen_q, nheads_q, head_dim)`; head_dim from 1 to 512.
+        k: keys, `(batch, seqlen_k, nheads_kv, head_dim)`; nheads_q is a multiple of nheads_kv, and query head
+            h reads key head `h // (nheads_q // nheads_kv)`.  Keys are not copied for grouped heads.
+        v: values, `(batch, seqlen_k, nheads_kv, head_dim_v)`; head_dim_v may differ from head_dim.
+        softmax_scale: factor on q·k; default `head_dim ** -0.5`.
+        causal: query i sees key j when `j <= i + seqlen_k - seqlen_q` (aligned to the bottom right).
+        window_size: `(left, right)` in tokens: query i sees `i + off - left <= j <= i + off + right` with
+            `off = seqlen_k - seqlen_q`; None (or -1) is unbounded; combines with causal.
+        softcap: scores become `softcap * tanh(scores / softcap)`; 0 is off.
+        learnable_sink: one score per query head, `(nheads_q,)`, any floating dtype, in units of the scaled
+            scores; joins the denominator and carries no value.
+        score_mod: `(score, b, h, q_idx, kv_idx) -> score`, PyTorch FlexAttention's signature; captured
+            tensors get gradients too.
+        mask_mod: `(b, h, q_idx, kv_idx) -> bool`, True where the query may see the key.
+        alibi_slopes: `(nheads_q,)` or `(batch, nheads_q)`, float32; adds `-slope * |i + off - j|`.
+        dropout_p: probability in [0, 1) of dropping a weight after the softmax; the kept ones are scaled by
+            `1 / (1 - dropout_p)`.
+        dropout_seed: an integer, or an int64 tensor with one element, that fixes the dropped weights; default:
+            drawn from the default generator of the device, so that `torch.manual_seed` decides.
+        deterministic: the backward gives the same bits every run.
+        return_lse: also return the log-sum-exp, `(batch, nheads_q, seqlen_q)`.
+        backend: "auto" (a kernel on the GPUs that have one, the portable path elsewhere), "portable",
+            "kernel".
+
+    Returns:
+        `(batch, seqlen_q, nheads_q, head_dim_v)` in q's dtype; with `return_lse` also the lse.
+    """
+    raise NotImplementedError
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    page_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (None, None),
+    softcap: float = 0.0,
+    learnable_sink: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+    alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    backend: Backend = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention over sequences of different lengths, packed end to end, padded, or in pages.
+
+    Positions that masks and `score_mod` see are local to the sequence, and `off` in causal and window is the
+    sequence's own `len_k - len_q`.
+
+    Args:
+        q: with `cu_seqlens_q`: `(total_q, nheads_q, head_dim)`, else `(batch, seqlen_q, nheads_q, head_dim)`.
+        k: with `cu_seqlens_k`: `(total_k, nheads_kv, head_dim)`; with `page_table`:
+            `(num_pages, page_size, nheads_kv, head_dim)`; else `(batch, seqlen_k, nheads_kv, head_dim)`.
+        v: as k, with head_dim_v.
+        cu_seqlens_q: int32 `(batch + 1,)`: sequence b's queries are rows `cu_seqlens_q[b]` up to
+            `cu_seqlens_q[b + 1]`; starts at 0, does not decrease, ends at most at total_q.
+        cu_seqlens_k: the same for k and v; not together with `page_table`.
+        max_seqlen_q: the longest sequence's queries; default: read from `cu_seqlens_q` (on a GPU this waits
+            for the device).
+        max_seqlen_k: the same for keys.
+        seqused_q: int32 `(batch,)`: only that many queries of each sequence exist; the other rows are 0 in
+            the output, -inf in the lse.
+        seqused_k: int32 `(batch,)`: only that many keys of each sequence exist.  Required with `page_table`.
+        page_table: int32 `(batch, pages_per_sequence)`: page p of sequence b is `k[page_table[b, p]]`.  Entries
+            past `seqused_k` are not read.  No gradients: a tensor that requires grad is refused.
+
+    The other arguments are those of `flash_attn_func`.
+
+    Returns:
+        out shaped like q with head_dim_v; with `return_lse` also the lse, `(nheads_q, total_q)` for packed
+        queries, else `(batch, nheads_q, seqlen_q)`.
+    """
+    raise NotImplementedError
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_interleaved: bool = True,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (None, None),
+    softcap: float = 0.0,
+    learnable_sink: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+    alibi_slopes: Tensor | None = None,
+    return_lse: bool = False,
+    backend: Backend = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of new queries over a key/value cache, appending new keys and values to it first if given.
+
+    Args:
+        q: `(batch, seqlen_q, nheads_q, head_dim)`.
+        k_cache: `(batch_cache, seqlen_cache, nheads_kv, head_dim)`, or with `page_table`
+            `(num_pages, page_size, nheads_kv, head_dim)`.  Written in place when `k` is given.
+        v_cache: as k_cache, with head_dim_v.
+        k: new keys `(batch, seqlen_new, nheads_kv, head_dim)`, written at `cache_seqlens` onwards.
+        v: new values, `(batch, seqlen_new, nheads_kv, head_dim_v)`; given exactly when `k` is.
+        rotary_cos: `(seqlen_rotary, rotary_dim / 2)`: rotates the first rotary_dim dimensions of q and of
+            the new k.  Key position: its index in the sequence.  Query i's position: `cache_seqlens + i`
+            with causal or a window, else `cache_seqlens`.
+        rotary_sin: as rotary_cos.
+        rotary_interleaved: pairs are dimensions (0, 1), (2, 3), ... (GPT-J) if True, else (0, r), (1, r + 1),
+            ... with `r = rotary_dim / 2` (GPT-NeoX).
+        cache_seqlens: tokens in the cache before the append: an int, or int32 `(batch,)`; default: the cache
+            is full (required with `k` and with `page_table`).
+        cache_batch_idx: int32 `(batch,)`: sequence b uses row `cache_batch_idx[b]` of the cache; not with
+            `page_table`.  With `k`, rows must be distinct.
+        cache_leftpad: int32 `(batch,)`: the sequence starts that many tokens into its row; counted in
+            `cache_seqlens`.  Positions count from the first token after the padding.
+        page_table: int32 `(batch, pages_per_sequence)`, as in `flash_attn_varlen_func`.
+
+    The other arguments are those of `flash_attn_func`, with `seqlen_k` each sequence's length after the
+    append.  Gradients flow to q and a dense cache; with pages or an append a tensor that requires grad is
+    refused.
+
+    Returns:
+        `(batch, seqlen_q, nheads_q, head_dim_v)`; with `return_lse` also lse `(batch, nheads_q, seqlen_q)`.
+    """
+    raise NotImplementedError
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    backend: Backend = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """PyTorch FlexAttention's call: `torch.nn.attention.flex_attention.flex_attention` with its layout.
+
+    Args:
+        query: `(batch, nheads_q, seqlen_q, head_dim)`.
+        key: `(batch, nheads_kv, seqlen_k, head_dim)`.
+        value: `(batch, nheads_kv, seqlen_k, head_dim_v)`.
+        score_mod: `(score, b, h, q_idx, kv_idx) -> score`, as in `flash_attn_func`.
+        block_mask: PyTorch's `BlockMask`: empty blocks are skipped, full blocks are not masked, and its
+            `mask_mod` decides inside the others.
+        scale: factor on the scores; default `head_dim ** -0.5`.
+        enable_gqa: allow fewer key/value heads than query heads.
+        return_lse: also return the log-sum-exp, `(batch, nheads_q, seqlen_q)`.
+        backend: as in `flash_attn_func`.
+
+    Returns:
+        `(batch, nheads_q, seqlen_q, head_dim_v)`; with `return_lse` also the lse.
+    """
+    raise NotImplementedError
