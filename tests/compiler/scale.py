@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
-
-
-@dataclass(frozen=True)
-class ScaleConfig:
-    threads: int = 256
-    unroll: int = 1
+from scaleconfig import ScaleConfig
 
 
 class Scale:

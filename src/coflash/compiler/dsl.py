@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from coflash.compiler import resources, runtime
+from coflash.compiler.errors import CompileError
+from coflash.compiler.key import dsl_version, locate
 
 #: The processor that host code is compiled for: named, so that an object made on a machine with AVX-512 starts on
 #: one without it. The DSL's default is the processor of the build machine.
@@ -33,10 +35,6 @@ HOST_TARGETS = {
 }
 
 _lock = threading.Lock()  # the DSL is a process-wide singleton with one set of options
-
-
-class CompileError(RuntimeError):
-    """A kernel could not be compiled; the message holds the compiler's own."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +54,6 @@ class Compiled:
         return self.directory / "kernel.so"
 
     @property
-    def object(self) -> Path:
-        return self.directory / "kernel.o"
-
-    @property
     def ptx(self) -> Path:
         return self.directory / "kernel.ptx"
 
@@ -72,21 +66,10 @@ class Compiled:
         return self.directory / "kernel.json"
 
 
-def locate(kernel_name: str) -> tuple[str, str]:
-    """Module and class of a kernel: "sm90.forward" is Forward in coflash.kernels.sm90.forward; a kernel from
-    elsewhere is named in full, as "package.module:Class"."""
-    if ":" in kernel_name:
-        module, _, cls = kernel_name.partition(":")
-        return module, cls
-    return f"coflash.kernels.{kernel_name}", "".join(
-        word.capitalize() for word in kernel_name.rpartition(".")[2].split("_")
-    )
-
-
 def compile_to(directory: str | os.PathLike[str], kernel_name: str, config: Any, arch: str) -> Compiled:
     """Compile a kernel for `arch` ("sm_90a", "sm_100a", "sm_103a") into `directory`, in this process.
 
-    Writes kernel.so, kernel.o, kernel.ptx, kernel.cubin and kernel.json.
+    Writes kernel.so, kernel.ptx, kernel.cubin and kernel.json.
     """
     started = time.perf_counter()
     out = Path(directory)
@@ -97,8 +80,7 @@ def compile_to(directory: str | os.PathLike[str], kernel_name: str, config: Any,
         host_object = _host_object(compiled, function)
     (out / "kernel.ptx").write_text(compiled.artifacts.PTX)
     (out / "kernel.cubin").write_bytes(compiled.artifacts.CUBIN)
-    (out / "kernel.o").write_bytes(host_object)
-    link(out / "kernel.o", out / "kernel.so")
+    link(host_object, out / "kernel.so")
     report = resources.read(compiled.artifacts.CUBIN, log)
     result = Compiled(
         directory=out,
@@ -125,16 +107,6 @@ def compile_to(directory: str | os.PathLike[str], kernel_name: str, config: Any,
     return result
 
 
-def dsl_version() -> str | None:
-    """The installed DSL's version, without importing it; None where it isn't installed."""
-    from importlib import metadata
-
-    try:
-        return metadata.version("nvidia-cutlass-dsl")
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def _run_dsl(kernel_name: str, config: Any, arch: str) -> tuple[tuple[str, ...], Any, str]:
     if dsl_version() is None:
         raise CompileError(
@@ -157,7 +129,9 @@ def _run_dsl(kernel_name: str, config: Any, arch: str) -> tuple[tuple[str, ...],
             try:
                 compiled = cute.compile(host_function, *fake_arguments.values(), options=options)
             except Exception as error:
-                raise CompileError(f"{kernel_name} for {arch}, {config}:\n{error}\n{log.getvalue()}") from error
+                raise CompileError(
+                    f"{kernel_name} for {arch}, {config}:\n{error}\n{log.getvalue()}"
+                ) from error
     names = tuple(name for name in fake_arguments if name != "stream")
     return names, compiled, log.getvalue()
 
@@ -200,24 +174,21 @@ def _host_object(compiled: Any, function: str) -> bytes:
         return Path(path).read_bytes()
 
 
-def link(host_object: Path, shared_object: Path) -> None:
+def link(host_object: bytes, shared_object: Path) -> None:
     """Make a shared object that exports the tvm-ffi function alone and names the runtime libraries it needs."""
-    linker = next(
-        (found for name in (os.environ.get("CC"), "cc", "gcc", "clang") if name and (found := shutil.which(name))),
-        None,
-    )
+    names = (os.environ.get("CC"), "cc", "gcc", "clang")
+    linker = next((found for name in names if name and (found := shutil.which(name))), None)
     if linker is None:
-        raise CompileError("compiling a kernel needs a C compiler to link with: none of cc, gcc, clang is on PATH")
-    script = shared_object.with_suffix(".map")
-    script.write_text("{ global: __tvm_ffi_*; local: *; };\n")
-    try:
-        done = subprocess.run(
-            [linker, "-shared", "-nostdlib", "-s", f"-Wl,--version-script={script}", "-o", str(shared_object)]
-            + [str(host_object), str(runtime.dsl_runtime()), str(runtime.tvm_ffi_library())],
-            capture_output=True,
-            text=True,
+        raise CompileError(
+            "compiling a kernel needs a C compiler to link with: none of cc, gcc, clang is on PATH"
         )
-    finally:
-        script.unlink()
+    libraries = [runtime.dsl_runtime(), runtime.tvm_ffi_library()]
+    with tempfile.TemporaryDirectory(dir=shared_object.parent, prefix=".link-") as folder:
+        made, exports = Path(folder, "kernel.o"), Path(folder, "exports")
+        made.write_bytes(host_object)
+        exports.write_text("{ global: __tvm_ffi_*; local: *; };\n")
+        command = [linker, "-shared", "-nostdlib", "-s", f"-Wl,--version-script={exports}", str(made)]
+        command += ["-o", str(shared_object), *map(str, libraries)]
+        done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
-        raise CompileError(f"{' '.join(done.args)}:\n{done.stderr}")
+        raise CompileError(f"{' '.join(command)}:\n{done.stderr}")

@@ -16,14 +16,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from coflash.compiler.errors import RuntimeMissing
+
 NAME = "libcute_dsl_runtime.so"
 
 _lock = threading.Lock()
 _loaded: ctypes.CDLL | None = None
-
-
-class RuntimeMissing(RuntimeError):
-    """A library that compiled kernels need isn't on this machine."""
 
 
 def dsl_runtime(cuda_major: int = 13) -> Path | None:

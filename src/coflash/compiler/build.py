@@ -1,0 +1,204 @@
+"""Find a kernel, or have it made: one, or many at once in processes.
+
+A kernel that can't be kept (a full or read-only disk) is made in a private temporary folder and used from there.
+"""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import functools
+import json
+import os
+import pickle
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from coflash.compiler import cache
+from coflash.compiler import key as keys
+from coflash.compiler.cache import Entry
+from coflash.compiler.errors import CompileError
+from coflash.compiler.key import Key
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to compile."""
+
+    kernel: str
+    config: Any
+    arch: str
+
+    @property
+    def key(self) -> Key:
+        return keys.make(self.kernel, self.config, self.arch)
+
+
+def build(kernel_name: str, config: Any, arch: str) -> Entry:
+    """The compiled kernel, from a cache or made now."""
+    job = Job(kernel_name, config, arch)
+    key = job.key
+    entry = cache.find(key) or _temporary.get(key)
+    if entry is None:
+        with Worker() as worker:
+            entry = _make(job, key, [cache.writable_root()], worker)
+    return entry
+
+
+def build_many(
+    jobs: Iterable[Job],
+    *,
+    root: Path | None = None,
+    processes: int | None = None,
+    progress: Callable[[Job, Entry], None] | None = None,
+) -> list[Entry]:
+    """Compile several kernels in several processes. With `root`, every kernel is put there, whatever caches hold."""
+    wanted = list(jobs)
+    free: list[Worker] = []
+    lock = threading.Lock()
+
+    def one(job: Job) -> Entry:
+        key = job.key
+        found = cache.find_in(root, key) if root else cache.find(key)
+        if found is None:
+            with lock:
+                worker = free.pop() if free else Worker()
+            try:
+                found = _make(job, key, [root or cache.writable_root()], worker, spare=root is None)
+            finally:
+                with lock:
+                    free.append(worker)
+        if progress:
+            progress(job, found)
+        return found
+
+    try:
+        with ThreadPoolExecutor(processes or os.cpu_count() or 1) as pool:
+            return list(pool.map(one, wanted))
+    finally:
+        for worker in free:
+            worker.close()
+
+
+_temporary: dict[Key, Entry] = {}  # kernels of this process that no cache could keep
+
+
+def _make(job: Job, key: Key, roots: list[Path], worker: Worker, *, spare: bool = True) -> Entry:
+    """Compile into the first root that has room; with `spare`, a private temporary folder is the last of them."""
+    reasons = []
+    for root in roots:
+        try:
+            with cache.writing(root, key) as folder:
+                # Whoever held the lock before may have made it.
+                return cache.find_in(root, key) or _compile_and_publish(job, key, root, folder, worker)
+        except OSError as error:
+            reasons.append(error)
+    if not spare:
+        raise CompileError(f"no room for compiled kernels: {'; '.join(map(str, reasons))}") from reasons[-1]
+    for root in _temporary_roots():
+        try:
+            with cache.writing(root, key) as folder:
+                entry = _compile_and_publish(job, key, root, folder, worker)
+        except OSError as error:
+            reasons.append(error)
+        else:
+            warnings.warn(
+                f"the compiled kernel {job.kernel} could not be kept on disk and will be compiled again by the next "
+                f"process: {reasons[0]}",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+            _temporary[key] = entry
+            return entry
+    raise CompileError(f"no room for compiled kernels: {'; '.join(map(str, reasons))}") from reasons[-1]
+
+
+def _compile_and_publish(job: Job, key: Key, root: Path, folder: Path, worker: Worker) -> Entry:
+    worker.run(job, folder)
+    return cache.publish(folder, root, key)
+
+
+@functools.cache
+def _temporary_roots() -> tuple[Path, ...]:
+    roots = []
+    for place in (None, "/dev/shm"):
+        try:
+            roots.append(Path(tempfile.mkdtemp(prefix="coflash-", dir=place)))
+        except OSError:
+            continue
+    for root in roots:
+        atexit.register(shutil.rmtree, root, ignore_errors=True)
+    return tuple(roots)
+
+
+class Worker:
+    """A compiler process, started when first needed."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(self, job: Job, folder: Path) -> None:
+        """Compile one kernel into `folder`. OSError where the disk refused, CompileError otherwise."""
+        try:
+            message = pickle.dumps((str(folder), job.kernel, job.config, job.arch))
+        except Exception as error:
+            raise CompileError(f"{job.config!r} can't be sent to a compiler process: {error}") from error
+        process = self._start(job.arch)
+        assert process.stdin and process.stdout
+        try:
+            process.stdin.write(struct.pack("<q", len(message)) + message)
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except BrokenPipeError:
+            line = b""
+        if not line:
+            self._process = None
+            raise CompileError(f"the compiler process for {job.kernel} ended with code {process.wait()}")
+        answer = json.loads(line)
+        if "ok" not in answer:
+            if answer["errno"] in _NO_ROOM:
+                raise OSError(answer["errno"], answer["error"])
+            raise CompileError(answer["error"])
+
+    def close(self) -> None:
+        if self._process is not None:
+            assert self._process.stdin and self._process.stdout
+            self._process.stdin.close()
+            self._process.stdout.close()
+            self._process.wait()
+            self._process = None
+
+    def _start(self, arch: str) -> subprocess.Popen[bytes]:
+        if self._process is None:
+            # The DSL reads many settings from the environment; a kernel is what its config says, and no more.
+            env = {name: value for name, value in os.environ.items() if not name.startswith("CUTE_DSL_")}
+            env |= {
+                "CUTE_DSL_ARCH": arch,  # else the DSL asks the driver
+                "CUDA_VISIBLE_DEVICES": "",  # compiling takes no GPU memory
+                "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            }
+            self._process = subprocess.Popen(
+                [sys.executable, str(Path(__file__).with_name("worker.py"))],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=env,
+            )
+        return self._process

@@ -1,0 +1,59 @@
+"""A process that compiles: jobs come in on stdin, answers go out on stdout.
+
+Run as a file, not as a module: `coflash` then starts as an empty package, so that neither PyTorch nor anything else
+of the parent's is imported. Kernels never need PyTorch, and its import takes longer than compiling does. A compiler
+in its own process also can't take the caller down, nor leave anything behind in it.
+
+A job is a length (8 bytes, little endian) and a pickle of (folder, kernel name, config, arch). An answer is one line
+of JSON, either {"ok": true} or {"error": ..., "errno": ...}.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import pickle
+import struct
+import sys
+import types
+from typing import Any
+
+
+def main() -> None:
+    here = os.path.dirname(os.path.abspath(__file__))
+    sys.path[0] = os.path.dirname(os.path.dirname(here))
+    package = types.ModuleType("coflash")
+    package.__path__ = [os.path.dirname(here)]  # type: ignore[attr-defined]
+    sys.modules["coflash"] = package
+    sys.modules["torch"] = None  # type: ignore[assignment]
+
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever the compiler prints must not look like an answer
+    while header := sys.stdin.buffer.read(8):
+        (size,) = struct.unpack("<q", header)
+        print(json.dumps(answer(sys.stdin.buffer.read(size))), file=answers, flush=True)
+
+
+def answer(job: bytes) -> dict[str, Any]:
+    try:
+        folder, kernel, config, arch = pickle.loads(job)
+        from coflash.compiler import cache, dsl
+
+        with contextlib.redirect_stdout(sys.stderr):
+            dsl.compile_to(folder, kernel, config, arch)
+            cache.seal(dsl.Path(folder))
+    except BaseException as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__cause__
+        number = cause.errno if isinstance(cause, OSError) else None
+        if "No space left on device" in str(error):  # the DSL and the linker say it in words
+            number = errno.ENOSPC
+        return {"error": f"{type(error).__name__}: {error}", "errno": number}
+    return {"ok": True}
+
+
+if __name__ == "__main__":
+    main()
