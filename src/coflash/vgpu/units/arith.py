@@ -1,58 +1,172 @@
 """Arithmetic of the scalar, packed and tensor-core instructions, on raw register values.
 
-Register convention (both for operands and results): a NumPy array over lanes of an unsigned type as wide as the PTX
-type: uint16 for 16-bit (and 8-bit) types, uint32 for 32-bit types and packed pairs (f16x2, bf16x2), uint64 for 64-bit
-types and f32x2; bool for predicates. Operands may have any shapes that broadcast (an immediate is a NumPy scalar such as
-`np.uint32(0x3f800000)`); an operand of a wider register type must be narrowed by the caller.
+Register convention, for operands and results: a NumPy array over lanes of an unsigned type as wide as the PTX type: uint16 for
+16-bit (and 8-bit) types, uint32 for 32-bit types and 16-bit pairs (f16x2, bf16x2, s16x2), uint64 for 64-bit types and
+f32x2; bool for predicates. Operands may have any shapes that broadcast, but equal ones are quickest: an immediate is best
+spread over the lanes once, at decode time. Only cvt narrows an operand that is wider than its type.
 Callers run inside `np.errstate(all="ignore")`: entering it costs more than an instruction.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+
+from . import approximations, conversions, floats, integers
+from .form import Form
+from .formats import F4, U2, U4, U8, Array, UnsupportedInstruction, from_float32, to_float32
+from .tensorcore import mma, mma_i8_saturating
+
+__all__ = ["UnsupportedInstruction", "from_float32", "mma", "mma_i8_saturating", "resolve", "to_float32"]
+
+Function = Callable[..., Any]
+
+_PACKED = {"f16x2": (U4, U2), "bf16x2": (U4, U2), "u16x2": (U4, U2), "s16x2": (U4, U2), "f32x2": (U8, U4)}
+_PACKED_OPS = frozenset("add sub mul fma min max abs neg ex2 tanh".split())
 
 
-class UnsupportedInstruction(ValueError):
-    """An instruction form that is not modelled, or not valid PTX; the message names the form."""
-
-
-def resolve(mnemonic: str, dual: bool = False) -> Callable[..., Any]:
+@lru_cache(maxsize=None)
+def resolve(mnemonic: str, dual: bool = False) -> Function:
     """The function of a computing instruction, by its full name without operands: `resolve("fma.rn.ftz.f32")(a, b, c)`.
 
-    Covers add sub mul mad fma div rem sqrt rcp rsqrt neg abs min max (3-input too) copysign testp sin cos lg2 ex2 tanh; cvt, cvt.pack;
-    and or xor not cnot lop3 (immediate passed as the last operand) shl shr shf prmt bfe bfi bfind brev popc clz fns szext
-    bmsk sad dp4a dp2a mul24 mad24 (add/sub/mad).cc and addc/subc/madc; set setp selp slct.
-    - `mad.lo.cc`, `add.cc`, `sub.cc` return (result, carry); addc, subc, madc take the carry (bool) as their last operand, and
-      with `.cc` return (result, carry).
-    - setp returns the predicate p; with `dual=True` (the form `p|q`) it returns (p, q). With a boolean operator
-      (`setp.lt.and.f32`) the function takes the source predicate as its third operand.
+    Covers add sub mul mad fma div rem sqrt rcp rsqrt neg abs min max (of three operands too) copysign testp sin cos lg2 ex2 tanh;
+    cvt, cvt.pack; and or xor not cnot lop3 (its immediate is the last operand) shl shr shf prmt bfe bfi bfind brev popc
+    clz fns szext bmsk sad dp4a dp2a mul24 mad24; add/sub/mad with .cc, addc subc madc; set setp selp slct.
+    - add.cc, sub.cc, mad.cc return (result, carry); addc, subc, madc take the carry (bool) last, and with .cc return it too.
+    - setp returns the predicate p; with `dual` (the form `p|q`) it returns (p, q). With a boolean operator
+      (setp.lt.and.f32) the source predicate is the third operand. setp on a packed type is always (p, q), low half first.
     - selp(a, b, p), slct(a, b, c).
-    - cvt from two registers (`cvt.rn.bf16x2.f32 d, a, b`): fn(a, b) puts a in the upper half, as in PTX.
-    - min/max with `|p`-less forms only. Packed types work on the packed register.
-    Raises UnsupportedInstruction for what it does not know. Cached: call it at decode time or at run time.
+    - cvt from two registers (cvt.rn.bf16x2.f32 d, a, b): fn(a, b) puts a in the upper half, as PTX does.
+    Raises UnsupportedInstruction for what it does not know.
     """
-    raise UnsupportedInstruction(mnemonic)
+    form = Form(mnemonic)
+    if form.op in ("setp", "set", "selp", "slct"):
+        return form.finished(
+            _COMPARING[form.op](form, dual) if form.op == "setp" else _COMPARING[form.op](form)
+        )
+    if form.op == "cvt":
+        return form.finished(conversions.build(form))
+    if not form.types:
+        form.fail("a type is missing")
+    first = form.types[0]
+    if first in _PACKED:
+        if form.op not in _PACKED_OPS or len(form.types) != 1:
+            form.fail()
+        scalar = resolve(mnemonic.replace("." + first, "." + first[:-2]))
+        return _packed(scalar, *_PACKED[first])
+    if form.op in approximations.BUILDERS:
+        return form.finished(approximations.BUILDERS[form.op](form))
+    builders = floats.BUILDERS if floats.is_float(first) else integers.BUILDERS
+    if form.op not in builders:
+        form.fail()
+    return form.finished(builders[form.op](form))
 
 
-def to_float32(raw: NDArray[Any], type_: str) -> NDArray[np.float32]:
-    """Exact float32 values of tensor-core elements: raw is unsigned, one element each (uint8 for 8-bit and smaller types).
+def _packed(function: Function, whole: np.dtype[Any], part: np.dtype[Any]) -> Function:
+    """Apply an elementwise function to both halves of packed registers."""
 
-    type_: f16 bf16 tf32 f32 e4m3 e5m2 e2m3 e3m2 e2m1 ue8m0 s8 u8. A tf32 element is a 32-bit word whose low 13 bits are ignored.
-    """
-    raise NotImplementedError
+    def run(*operands: Array) -> Array:
+        first = operands[0]
+        shape = np.shape(first)
+        for x in operands[1:]:
+            if np.shape(x) != shape:
+                shape = np.broadcast_shapes(*[np.shape(y) for y in operands])
+                operands = tuple(np.array(np.broadcast_to(y, shape)) for y in operands)
+                break
+        if not shape:
+            return run(*[np.reshape(x, (1,)) for x in operands])[0]
+        return function(*[(x if x.flags.c_contiguous else x.copy()).view(part) for x in operands]).view(whole)
+
+    return run
 
 
-def from_float32(values: NDArray[np.float32], type_: str) -> NDArray[Any]:
-    """Round to nearest even to f16, bf16 or f32 and return the raw bits (how accumulators are stored)."""
-    raise NotImplementedError
+def _condition(form: Form, op: str, type_: str) -> Function:
+    if floats.is_float(type_):
+        return floats.comparison(op, type_, form.take("ftz"))
+    if integers.is_integer(type_):
+        return integers.comparison(op, type_)
+    form.fail()
 
 
-def mma(a: NDArray[Any], b: NDArray[Any], c: NDArray[Any] | None, kind: str, d_type: str = "f32") -> NDArray[Any]:
-    """D = A Bᵀ + C of the tensor cores. a: (M, K), b: (N, K) values from `to_float32` (float32), c: (M, N) float32 or None for zero;
-    returns (M, N) float32, already rounded to f16 where d_type is "f16". kind "i8": a, b, c integer-valued, result int32.
-    """
-    raise NotImplementedError
+_BOOLEAN = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
+_OPERATORS = "eq ne lt le gt ge lo ls hi hs equ neu ltu leu gtu geu num nan".split()
+
+
+def _setp(form: Form, dual: bool) -> Function:
+    op = form.one_of(*_OPERATORS)
+    boolean = form.maybe(*_BOOLEAN)
+    type_ = form.type()
+    if type_ in ("f16x2", "bf16x2"):
+        half = _condition(form, op, type_[:-2])
+        if boolean:
+            form.fail("packed comparison with a boolean operator is not modelled")
+        mask, sixteen = U4.type(0xFFFF), U4.type(16)
+
+        def both(a: Array, b: Array) -> tuple[Array, Array]:
+            low = half((a & mask).astype(U2), (b & mask).astype(U2))
+            return low, half((a >> sixteen).astype(U2), (b >> sixteen).astype(U2))
+
+        return both
+    compare = _condition(form, op, type_)
+    if boolean is None:
+        if not dual:
+            return compare
+
+        def plain(a: Array, b: Array) -> tuple[Array, Array]:
+            p = compare(a, b)
+            return p, ~p
+
+        return plain
+    combine = _BOOLEAN[boolean]
+    if not dual:
+        return lambda a, b, c: combine(compare(a, b), c)
+
+    def run(a: Array, b: Array, c: Array) -> tuple[Array, Array]:
+        p = compare(a, b)
+        return combine(p, c), combine(~p, c)
+
+    return run
+
+
+def _set(form: Form) -> Function:
+    """The result is all ones for integer types, 1.0 for f32."""
+    op = form.one_of(*_OPERATORS)
+    boolean = form.maybe(*_BOOLEAN)
+    target, source = form.type(), form.type()
+    if target not in ("u32", "s32", "f32"):
+        form.fail()
+    compare = _condition(form, op, source)
+    true, false = U4.type(0x3F800000 if target == "f32" else 0xFFFFFFFF), U4.type(0)
+    if boolean is None:
+        return lambda a, b: np.where(compare(a, b), true, false)
+    combine = _BOOLEAN[boolean]
+    return lambda a, b, c: np.where(combine(compare(a, b), c), true, false)
+
+
+def _selp(form: Form) -> Function:
+    type_ = form.type()
+    if not (integers.is_integer(type_) or floats.is_float(type_)):
+        form.fail()
+    return lambda a, b, p: np.where(p, a, b)
+
+
+def _slct(form: Form) -> Function:
+    form.type()
+    by = form.type()
+    ftz = form.take("ftz")
+    if by == "s32":
+        return lambda a, b, c: np.where(c.view(np.int32) >= 0, a, b)
+    if by != "f32":
+        form.fail()
+
+    def run(a: Array, b: Array, c: Array) -> Array:
+        x = floats.flush_raw(c, "f32") if ftz else c
+        return np.where(x.view(F4) >= 0, a, b)  # -0 counts as 0; NaN selects b
+
+    return run
+
+
+_COMPARING: dict[str, Callable[..., Function]] = {"setp": _setp, "set": _set, "selp": _selp, "slct": _slct}

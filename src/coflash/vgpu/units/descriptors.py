@@ -48,7 +48,9 @@ def operand_chunks(d: MatrixDescriptor, rows: int, k: int, bits: int, k_major: b
     raise NotImplementedError
 
 
-def load_operand(memory: NDArray[np.uint8], d: MatrixDescriptor, rows: int, k: int, bits: int, k_major: bool) -> NDArray[Any]:
+def load_operand(
+    memory: NDArray[np.uint8], d: MatrixDescriptor, rows: int, k: int, bits: int, k_major: bool
+) -> NDArray[Any]:
     """The tile's raw elements, uint8/16/32 [rows, k], from a CTA's shared memory (a uint8 array, 16-byte multiple long).
 
     Raises IndexError when the tile leaves the memory."""
