@@ -1,8 +1,9 @@
 """Compiled kernels on disk.
 
-One folder for each kernel, named by its key. A folder appears whole or not at all: it is written under a temporary
-name and renamed. Many processes and machines may share a cache. `COFLASH_CACHE` names the folder that is written to
-(default: ~/.cache/coflash), `COFLASH_CACHE_READONLY` names more to look in, separated as in PATH.
+One folder for each kernel, named by its key. A folder appears whole or not at all: it is written under a
+temporary name and renamed. Many processes and machines may share a cache. `COFLASH_CACHE` names the folder
+that is written to (default: ~/.cache/coflash), `COFLASH_CACHE_READONLY` names more to look in, separated
+as in PATH.
 """
 
 from __future__ import annotations
@@ -128,7 +129,9 @@ def _candidates(root: Path, key: Key) -> list[Path]:
 
 @contextlib.contextmanager
 def writing(root: Path, key: Key) -> Iterator[Path]:
-    """A temporary folder in `root` to compile into, while no other process that can lock does so for this key."""
+    """A temporary folder in `root` to compile into, while no other process that can lock does so for this
+    key.
+    """
     locks = root / LOCKS
     locks.mkdir(parents=True, exist_ok=True)
     with _locked(locks / key.stem):
@@ -142,7 +145,9 @@ def writing(root: Path, key: Key) -> Iterator[Path]:
 
 
 def publish(folder: Path, root: Path, key: Key) -> Entry:
-    """Give a sealed folder its name. If another process was faster and its entry is good, that one is kept."""
+    """Give a sealed folder its name. If another process was faster and its entry is good, that one is
+    kept.
+    """
     target = root / key.folder
     for _ in range(3):
         try:

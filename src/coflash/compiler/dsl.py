@@ -27,8 +27,8 @@ from coflash.compiler import resources, runtime
 from coflash.compiler.errors import CompileError
 from coflash.compiler.key import dsl_version, locate
 
-#: The processor that host code is compiled for: named, so that an object made on a machine with AVX-512 starts on
-#: one without it. The DSL's default is the processor of the build machine.
+#: The processor that host code is compiled for: named, so that an object made on a machine with AVX-512
+#: starts on one without it. The DSL's default is the processor of the build machine.
 HOST_TARGETS = {
     "x86_64": ("x86_64-unknown-linux-gnu", "x86-64-v3"),
     "aarch64": ("aarch64-unknown-linux-gnu", "generic"),
@@ -175,7 +175,9 @@ def _host_object(compiled: Any, function: str) -> bytes:
 
 
 def link(host_object: bytes, shared_object: Path) -> None:
-    """Make a shared object that exports the tvm-ffi function alone and names the runtime libraries it needs."""
+    """Make a shared object that exports the tvm-ffi function alone and names the runtime libraries it
+    needs.
+    """
     names = (os.environ.get("CC"), "cc", "gcc", "clang")
     linker = next((found for name in names if name and (found := shutil.which(name))), None)
     if linker is None:

@@ -1,8 +1,8 @@
 """The name of a compiled kernel on disk: a hash of everything that decides what the compiler makes.
 
 That is the kernel's name, its config, the architecture, the processor of the host code, the source of
-`coflash.kernels` (and of the module that compiles it), and the DSL's version. The version stands in the name in
-clear, because a machine without the DSL has to accept whichever one made the kernel.
+`coflash.kernels` (and of the module that compiles it), and the DSL's version. The version stands in the
+name in clear, because a machine without the DSL has to accept whichever one made the kernel.
 """
 
 from __future__ import annotations

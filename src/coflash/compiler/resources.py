@@ -1,7 +1,7 @@
 """What the assembler says a kernel uses: registers, stack, spills, shared memory, barriers.
 
-Two sources are read together: the machine code itself (its ELF sections), which can't be wrong about registers,
-stack and static shared memory, and the assembler's log, the only place that counts spills.
+Two sources are read together: the machine code itself (its ELF sections), which can't be wrong about
+registers, stack and static shared memory, and the assembler's log, the only place that counts spills.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The two libraries a compiled kernel needs in the process: the DSL's runtime and tvm-ffi.
 
-Neither is the compiler. A GPU machine that runs kernels made elsewhere has libcute_dsl_runtime.so, found in this
-order: in a folder made by `coflash compile --with-runtime`, in an installed nvidia-cutlass-dsl, by the dynamic
-loader's own search (LD_LIBRARY_PATH).
+Neither is the compiler. A GPU machine that runs kernels made elsewhere has libcute_dsl_runtime.so, found
+in this order: in a folder made by `coflash compile --with-runtime`, in an installed nvidia-cutlass-dsl, by
+the dynamic loader's own search (LD_LIBRARY_PATH).
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ _loaded: ctypes.CDLL | None = None
 
 
 def dsl_runtime(cuda_major: int = 13) -> Path | None:
-    """The runtime library of the installed DSL for a CUDA version; the other version's where that one is absent."""
+    """The runtime library of the installed DSL for a CUDA version; the other version's where that one is
+    absent.
+    """
     spec = importlib.util.find_spec("nvidia_cutlass_dsl")
     if spec is None or not spec.submodule_search_locations:
         return None

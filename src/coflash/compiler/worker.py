@@ -1,11 +1,12 @@
 """A process that compiles: jobs come in on stdin, answers go out on stdout.
 
-Run as a file, not as a module: `coflash` then starts as an empty package, so that neither PyTorch nor anything else
-of the parent's is imported. Kernels never need PyTorch, and its import takes longer than compiling does. A compiler
-in its own process also can't take the caller down, nor leave anything behind in it.
+Run as a file, not as a module: `coflash` then starts as an empty package, so that neither PyTorch nor
+anything else of the parent's is imported. Kernels never need PyTorch, and its import takes longer than
+compiling does. A compiler in its own process also can't take the caller down, nor leave anything behind in
+it.
 
-A job is a length (8 bytes, little endian) and a pickle of (folder, kernel name, config, arch). An answer is one line
-of JSON, either {"ok": true} or {"error": ..., "errno": ...}.
+A job is a length (8 bytes, little endian) and a pickle of (folder, kernel name, config, arch). An answer
+is one line of JSON, either {"ok": true} or {"error": ..., "errno": ...}.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def main() -> None:
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path[0] = os.path.dirname(os.path.dirname(here))
     package = types.ModuleType("coflash")
-    package.__path__ = [os.path.dirname(here)]  # type: ignore[attr-defined]
+    package.__path__ = [os.path.dirname(here)]
     sys.modules["coflash"] = package
     sys.modules["torch"] = None  # type: ignore[assignment]
 

@@ -1,6 +1,7 @@
 """Find a kernel, or have it made: one, or many at once in processes.
 
-A kernel that can't be kept (a full or read-only disk) is made in a private temporary folder and used from there.
+A kernel that can't be kept (a full or read-only disk) is made in a private temporary folder and used from
+there.
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ def build_many(
     processes: int | None = None,
     progress: Callable[[Job, Entry], None] | None = None,
 ) -> list[Entry]:
-    """Compile several kernels in several processes. With `root`, every kernel is put there, whatever caches hold."""
+    """Compile several kernels in several processes. With `root`, every kernel is put there, whatever
+    caches hold.
+    """
     wanted = list(jobs)
     free: list[Worker] = []
     lock = threading.Lock()
@@ -96,7 +99,9 @@ _temporary: dict[Key, Entry] = {}  # kernels of this process that no cache could
 
 
 def _make(job: Job, key: Key, roots: list[Path], worker: Worker, *, spare: bool = True) -> Entry:
-    """Compile into the first root that has room; with `spare`, a private temporary folder is the last of them."""
+    """Compile into the first root that has room; with `spare`, a private temporary folder is the last of
+    them.
+    """
     reasons = []
     for root in roots:
         try:

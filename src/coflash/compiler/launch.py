@@ -1,0 +1,85 @@
+"""From a plan to the callable that launches it, with as little between the two as Python allows.
+
+A launcher is made once for a plan; what happens on each call is one generated expression: fetch the
+operands by name, call the compiled function. tvm-ffi reads PyTorch tensors directly and launches on
+PyTorch's current stream of their device, and the compiled host code switches to that device and back.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from coflash.compiler import cache, runtime
+from coflash.compiler.builder import build
+from coflash.compiler.cache import Entry
+
+#: Called as launch(operands, out, lse); operands has the call's tensors as attributes, under the kernels'
+#: names.
+Launch = Callable[[Any, torch.Tensor, "torch.Tensor | None"], None]
+
+_functions: dict[tuple[str, Any, str], tuple[Any, tuple[str, ...]]] = {}
+_lock = threading.Lock()
+
+
+def launcher(plan: Any) -> Launch:
+    """The launch of a plan's kernel: found, compiled or loaded as need be."""
+    what = (plan.kernel, plan.config, plan.arch)
+    loaded = _functions.get(what)
+    if loaded is None:
+        with _lock:
+            loaded = _functions.get(what)
+            if loaded is None:
+                entry = build(*what)
+                loaded = _functions[what] = (load(entry), entry.arguments)
+    return bind(*loaded, plan.scalars)
+
+
+def load(entry: Entry) -> Any:
+    """The tvm-ffi function of a compiled kernel, to be called with its arguments in order."""
+    runtime.load([entry.folder.parent, *cache.readonly_roots()])
+    return runtime.function(entry.so, entry.function)
+
+
+def bind(function: Any, arguments: tuple[str, ...], scalars: Mapping[str, int | float]) -> Launch:
+    """`function` as a launch: each of its arguments comes from the call, or is one of the plan's scalars."""
+    given = {name: name for name in ("out", "lse")}
+    terms = []
+    for name in arguments:
+        if name in scalars:
+            terms.append(repr(scalars[name]))
+        elif name == "tile_counter":
+            terms.append("tile_counter(operands.q.device)")
+        else:
+            terms.append(given.get(name, f"operands.{name}"))
+    source = f"lambda operands, out, lse: function({', '.join(terms)})"
+    return eval(
+        source, {"function": function, "tile_counter": tile_counter}
+    )  # names above, nothing of the caller's
+
+
+_counters: dict[tuple[int, int], torch.Tensor] = {}
+
+
+def tile_counter(device: torch.device) -> torch.Tensor:
+    """The zeroed counter that a dynamic scheduler draws tiles from, and leaves zeroed.
+
+    Kernels on one stream run one after the other and share one. While a CUDA graph is captured the counter
+    comes from the graph's own memory and is zeroed in the graph, which may later run beside anything else.
+    """
+    if device.type != "cuda":
+        return torch.zeros(COUNTER_WORDS, dtype=torch.int32, device=device)
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(COUNTER_WORDS, dtype=torch.int32, device=device)
+    index = device.index
+    key = (index, torch._C._cuda_getCurrentRawStream(index))
+    counter = _counters.get(key)
+    if counter is None:
+        counter = _counters[key] = torch.zeros(COUNTER_WORDS, dtype=torch.int32, device=device)
+    return counter
+
+
+COUNTER_WORDS = 4  # the number drawn, and what the kernel needs to know that every block is done
