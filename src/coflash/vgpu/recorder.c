@@ -84,11 +84,15 @@ EXPORT const char *coflash_recorder_take_error(void) {
 /* ---- What the compiled host code calls -------------------------------------------------------------------------- */
 
 EXPORT int32_t cuda_dialect_init_library_once(void **library, int32_t (*init)(void **), int32_t (*load)(void **, int32_t),
-                                              void *on_error) {
-  (void)on_error;
+                                              void (*on_error)(const char *kind, const char *message)) {
   if (*library) return SUCCESS;
   int32_t status = init(library);
-  return status ? status : load(library, 0);
+  if (!status) status = load(library, 0);
+  if (status) {
+    *library = NULL;
+    on_error("RuntimeError", last_error[0] ? last_error : "the kernel library could not be loaded");
+  }
+  return status;
 }
 
 EXPORT void cuda_dialect_unload_library_once(void **library) { *library = NULL; }

@@ -100,8 +100,8 @@ def _cache_folder() -> Path:
 
 
 def build() -> Path:
-    """Compile recorder.c with the system's C compiler, once per version of the source."""
-    digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
+    """Compile recorder.c with the system's C compiler, once per version of the two sources."""
+    digest = hashlib.sha256(SOURCE.read_bytes() + Path(__file__).read_bytes()).hexdigest()[:16]
     target = _cache_folder() / digest / LIBRARY
     if target.exists():
         return target
@@ -110,7 +110,7 @@ def build() -> Path:
     with tempfile.TemporaryDirectory(dir=target.parent) as work:
         made = Path(work) / LIBRARY
         _run(
-            [compiler, "-O1", "-shared", "-fPIC", "-fvisibility=hidden", f"-Wl,-soname,{LIBRARY}"]
+            [compiler, "-O1", "-shared", "-fPIC", "-fvisibility=hidden", "-Wl,-Bsymbolic", f"-Wl,-soname,{LIBRARY}"]
             + [str(SOURCE), "-o", str(made)],
             "compile the recorder",
         )
