@@ -1,0 +1,122 @@
+"""The table of choices: which tile, stages and scheduler each kind of call gets.
+
+Read a table from the top; the first row that fits is taken. Columns left at None fit anything. Measured
+reasons are in docs/performance.md. For an experiment a caller overrides fields for one call; nothing reads
+the environment.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from coflash.problem import Problem
+
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One row: when it applies, and the fields of the kernel's config it decides."""
+
+    head_dim: int  # at most
+    head_dim_v: int  # at most
+    masked: bool | None  # causal or windowed
+    fields: Mapping[str, Any]
+
+
+def _row(head_dim: int, head_dim_v: int, masked: bool | None = None, **chosen: Any) -> Choice:
+    return Choice(head_dim, head_dim_v, masked, chosen)
+
+
+# Hopper. A tile has 64 rows for each computing warpgroup; three of them fit where O is narrow enough for 160
+# registers a thread. Shared memory (227 KB) and registers decide the rest, see ForwardConfig.
+SM90_FORWARD = (
+    _row(64, 64, warpgroups=3, tile_n=128, k_stages=2, v_stages=2),
+    _row(96, 96, warpgroups=2, tile_n=128, k_stages=2, v_stages=2),
+    _row(128, 128, warpgroups=2, tile_n=128, k_stages=2, v_stages=2),
+    _row(192, 128, warpgroups=2, tile_n=128, k_stages=2, v_stages=2),
+    _row(192, 192, warpgroups=2, tile_n=112, k_stages=2, v_stages=2),
+    _row(256, 256, warpgroups=2, tile_n=80, k_stages=2, v_stages=2),
+)
+
+
+def sm90_forward(problem: Problem, overrides: Mapping[str, Any]) -> Any:
+    """The Hopper forward kernel's config for a call."""
+    from coflash.kernels.sm90.config import ForwardConfig
+
+    masked = problem.window != (None, None)
+    chosen: dict[str, Any] = {
+        **_first(SM90_FORWARD, problem, masked),
+        "softmax": "held" if problem.dtype == torch.bfloat16 else "online",
+    }
+    chosen["pack_heads"] = packed_heads(problem, 64 * chosen["warpgroups"], 64)
+    computes = _features(problem)
+    _refuse_unknown(ForwardConfig, computes, overrides)
+    return ForwardConfig(**{**computes, **chosen, **overrides})
+
+
+def sm100_forward(problem: Problem, arch: str, overrides: Mapping[str, Any]) -> Any:
+    """The Blackwell forward kernel's config for a call; stages and pairs are chosen beside the kernel."""
+    from coflash.kernels.sm100.config import ForwardConfig, choose
+
+    computes = _features(problem)
+    chosen = {"pack_heads": packed_heads(problem, 256, 128)}
+    if 128 % chosen["pack_heads"]:
+        chosen["pack_heads"] = 1
+    _refuse_unknown(ForwardConfig, computes, overrides)
+    return choose(arch, **computes, **chosen, **overrides)
+
+
+def packed_heads(problem: Problem, tile_rows: int, limit: int) -> int:
+    """Query heads that share a tile's rows: the whole group where that makes fewer tiles, else one.
+
+    With few queries (decoding, a short question to a long cache) a tile of one head is mostly empty, and
+    every head of a group reads the same keys anyway.
+    """
+    group = problem.group_size
+    if group == 1 or group > limit:
+        return 1
+    apart = group * math.ceil(problem.seqlen_q / tile_rows)
+    together = math.ceil(problem.seqlen_q / (tile_rows // limit * (limit // group)))
+    return group if together < apart else 1
+
+
+def _features(problem: Problem) -> dict[str, Any]:
+    """The fields of a config that say what is computed; both architectures' kernels name them alike."""
+    left, right = problem.window
+    return {
+        "dtype": DTYPES[problem.dtype],
+        "head_dim": problem.head_dim,
+        "head_dim_v": problem.head_dim_v,
+        "packed_q": problem.packed_q,
+        "packed_k": problem.packed_k,
+        "seqused_q": problem.has_seqused_q,
+        "seqused_k": problem.has_seqused_k,
+        "bounded_left": left is not None,
+        "bounded_right": right is not None,
+        "softcap": problem.softcap != 0.0,
+        "sink": problem.has_sink,
+        "lse": problem.needs_lse or problem.needs_grad,
+    }
+
+
+def _first(table: tuple[Choice, ...], problem: Problem, masked: bool) -> Mapping[str, Any]:
+    for choice in table:
+        fits = problem.head_dim <= choice.head_dim and problem.head_dim_v <= choice.head_dim_v
+        if fits and choice.masked in (None, masked):
+            return choice.fields
+    raise AssertionError("the table's last row fits every head dim that a kernel takes")
+
+
+def _refuse_unknown(kind: Any, computes: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
+    tunable = {f.name for f in fields(kind)} - computes.keys()
+    unknown = overrides.keys() - tunable
+    if unknown:
+        raise ValueError(
+            f"kernel_options {', '.join(sorted(unknown))}: can override {', '.join(sorted(tunable))}"
+        )
