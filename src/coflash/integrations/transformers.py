@@ -15,6 +15,7 @@ boolean one that SDPA would get.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,10 +41,46 @@ def register_with_transformers(name: str = "coflash", *, backend: Backend = "aut
         name: what models ask for. Keep "flash" in it: models then hand over lengths instead of dense masks.
         backend: as in `coflash.flash_attn_func`.
     """
-    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+    from transformers import modeling_flash_attention_utils as flash_utils
 
     AttentionInterface.register(name, partial(attention_forward, backend=backend))
     AttentionMaskInterface.register(name, make_mask)
+
+    # transformers takes every name with "flash" in it for a package of kernels: it looks for the package when
+    # a model is made, and replaces the name in models that list the kernels they were tried with.
+    _also_for(name, backend, flash_utils, "_lazy_imports", _flash_functions)
+    _also_for(name, backend, PreTrainedModel, "_check_and_adjust_attn_implementation", _keep_name)
+
+
+def _also_for(name: str, backend: Backend, owner: Any, attribute: str, answer: Callable[..., Any]) -> None:
+    """Let `owner.attribute(..., name, ...)` return `answer`'s result, and leave it alone for other names."""
+    current = getattr(owner, attribute)
+    if hasattr(current, "coflash_backends"):
+        current.coflash_backends[name] = backend
+        return
+    backends = {name: backend}
+
+    @functools.wraps(current)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        asked = [value for value in (*args, *kwargs.values()) if isinstance(value, str) and value in backends]
+        return answer(*args, backend=backends[asked[0]], **kwargs) if asked else current(*args, **kwargs)
+
+    wrapped.coflash_backends = backends  # type: ignore[attr-defined]
+    setattr(owner, attribute, wrapped)
+
+
+def _flash_functions(*_: Any, backend: Backend, **__: Any) -> tuple[Any, ...]:
+    """What transformers finds in a flash attention package; models without the interface call it directly."""
+    from transformers.modeling_flash_attention_utils import _pad_input, _unpad_input
+
+    dense, varlen = (partial(f, backend=backend) for f in (flash_attn_func, flash_attn_varlen_func))
+    paged_cache = None
+    return dense, varlen, paged_cache, _pad_input, _unpad_input
+
+
+def _keep_name(_model: Any, attn_implementation: str, *_: Any, backend: Backend, **__: Any) -> str:
+    return attn_implementation
 
 
 # ---------------------------------------------------------------------------------------------------- masks
@@ -398,12 +435,8 @@ def attention_forward(
     else:
         band = Band(right=0) if is_causal else Band()
         if sliding_window is not None and sliding_window < k.shape[1]:
-            if not is_causal:
-                raise NotImplementedError(
-                    "sliding_window without a causal mask and without attention_mask: its meaning differs "
-                    "between models; pass a mask"
-                )
-            band = Band(left=sliding_window - 1, right=0)
+            # transformers' own convention for flash attentions, symmetric for encoders
+            band = Band(left=sliding_window - 1, right=0 if is_causal else sliding_window - 1)
         packing = _given_packing(q, position_ids, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
         if position_bias is None:
             return Layout(band, k.shape[1], packing).attend(q, k, v, **options), None
@@ -411,7 +444,7 @@ def attention_forward(
             raise NotImplementedError(
                 "position_bias together with packed sequences; pass a 4-dimensional mask"
             )
-        options["causal"], options["window_size"] = is_causal, (band.left, None)
+        options["window_size"] = (band.left, band.right)
 
     if position_bias is not None:
         options["score_mod"] = score_mod_of(position_bias[..., : k.shape[1]])
