@@ -1,8 +1,9 @@
 """The approximate functions: ex2 lg2 rcp rsqrt sin cos tanh.
 
-Each is modelled as the float64 function rounded to the result type, which lies inside the manual's error bound. Hardware differs
-from this in the last bits (the bounds: ex2 2^-22 relative, lg2 2^-22 absolute, rcp 1 ulp, rsqrt 2^-22.9 relative, sin and cos 2^-20.5
-absolute in [-pi, pi], tanh.f32 2^-11 relative, the 16-bit forms about one of their ulps). Special values are exactly the manual's.
+Each is modelled as the float64 function rounded to the result type, which lies inside the manual's error
+bound. Hardware differs from this in the last bits (the bounds: ex2 2^-22 relative, lg2 2^-22 absolute, rcp 1
+ulp, rsqrt 2^-22.9 relative, sin and cos 2^-20.5 absolute in [-pi, pi], tanh.f32 2^-11 relative, the 16-bit
+forms about one of their ulps). Special values are exactly the manual's.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ _LOWEST = np.array([-126.0], F4)
 
 
 def _ex2_ftz(a: Array) -> Array:
-    """2^x; inputs below -126 give a subnormal, which flushes to +0, and a subnormal input gives 1 with or without flushing."""
+    """2^x; inputs below -126 give a subnormal, which flushes to +0, and a subnormal input gives 1 with or
+    without flushing."""
     x = a.view(F4)
     return raw32(
         np.exp2(x, dtype=F8).astype(F4) * (x >= _LOWEST)
@@ -97,7 +99,8 @@ def _rounded_reciprocal(form: Form, type_: str, ftz: bool) -> Function:
 
 
 def _coarse64(exact: Function) -> Function:
-    """rcp/rsqrt.approx.ftz.f64: only the upper 32 bits of operand and result count; the lower half of the result is zero."""
+    """rcp/rsqrt.approx.ftz.f64: only the upper 32 bits of operand and result count; the lower half of the
+    result is zero."""
     high = U8.type(0xFFFFFFFF00000000)
 
     def run(a: Array) -> Array:

@@ -1,16 +1,17 @@
 """Arithmetic of the scalar, packed and tensor-core instructions, on raw register values.
 
-Register convention, for operands and results: a NumPy array over lanes of an unsigned type as wide as the PTX type: uint16 for
-16-bit (and 8-bit) types, uint32 for 32-bit types and 16-bit pairs (f16x2, bf16x2, s16x2), uint64 for 64-bit types and
-f32x2; bool for predicates. Operands may have any shapes that broadcast, but equal ones are quickest: an immediate is best
-spread over the lanes once, at decode time. Only cvt narrows an operand that is wider than its type.
-Callers run inside `np.errstate(all="ignore")`: entering it costs more than an instruction.
+Register convention, for operands and results: a NumPy array over lanes of an unsigned type as wide as the PTX
+type: uint16 for 16-bit (and 8-bit) types, uint32 for 32-bit types and 16-bit pairs (f16x2, bf16x2, s16x2),
+uint64 for 64-bit types and f32x2; bool for predicates. Operands may have any shapes that broadcast, but equal
+ones are quickest: an immediate is best spread over the lanes once, at decode time. Only cvt narrows an
+operand that is wider than its type. Callers run inside `np.errstate(all="ignore")`: entering it costs more
+than an instruction.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -24,23 +25,33 @@ __all__ = ["UnsupportedInstruction", "from_float32", "mma", "mma_i8_saturating",
 
 Function = Callable[..., Any]
 
-_PACKED = {"f16x2": (U4, U2), "bf16x2": (U4, U2), "u16x2": (U4, U2), "s16x2": (U4, U2), "f32x2": (U8, U4)}
+_PACKED: dict[str, tuple[np.dtype[Any], np.dtype[Any]]] = {
+    "f16x2": (U4, U2),
+    "bf16x2": (U4, U2),
+    "u16x2": (U4, U2),
+    "s16x2": (U4, U2),
+    "f32x2": (U8, U4),
+}
 _PACKED_OPS = frozenset("add sub mul fma min max abs neg ex2 tanh".split())
 
 
-@lru_cache(maxsize=None)
+@cache
 def resolve(mnemonic: str, dual: bool = False) -> Function:
-    """The function of a computing instruction, by its full name without operands: `resolve("fma.rn.ftz.f32")(a, b, c)`.
+    """The function of a computing instruction, by its full name without operands:
+    `resolve("fma.rn.ftz.f32")(a, b, c)`.
 
-    Covers add sub mul mad fma div rem sqrt rcp rsqrt neg abs min max (of three operands too) copysign testp sin cos lg2 ex2 tanh;
-    cvt, cvt.pack; and or xor not cnot lop3 (its immediate is the last operand) shl shr shf prmt bfe bfi bfind brev popc
-    clz fns szext bmsk sad dp4a dp2a mul24 mad24; add/sub/mad with .cc, addc subc madc; set setp selp slct.
-    - add.cc, sub.cc, mad.cc return (result, carry); addc, subc, madc take the carry (bool) last, and with .cc return it too.
+    Covers add sub mul mad fma div rem sqrt rcp rsqrt neg abs min max (of three operands too) copysign testp
+    sin cos lg2 ex2 tanh; cvt, cvt.pack; and or xor not cnot lop3 (its immediate is the last operand) shl shr
+    shf prmt bfe bfi bfind brev popc clz fns szext bmsk sad dp4a dp2a mul24 mad24; add/sub/mad with .cc, addc
+    subc madc; set setp selp slct.
+    - add.cc, sub.cc, mad.cc return (result, carry); addc, subc, madc take the carry (bool) last, and with .cc
+      return it too.
     - setp returns the predicate p; with `dual` (the form `p|q`) it returns (p, q). With a boolean operator
-      (setp.lt.and.f32) the source predicate is the third operand. setp on a packed type is always (p, q), low half first.
+      (setp.lt.and.f32) the source predicate is the third operand. setp on a packed type is always (p, q), low
+      half first.
     - selp(a, b, p), slct(a, b, c).
     - cvt from two registers (cvt.rn.bf16x2.f32 d, a, b): fn(a, b) puts a in the upper half, as PTX does.
-    Raises UnsupportedInstruction for what it does not know.
+      Raises UnsupportedInstruction for what it does not know.
     """
     form = Form(mnemonic)
     if form.op in ("setp", "set", "selp", "slct"):

@@ -259,7 +259,8 @@ def _pair(a: Array, source: str) -> tuple[Array, Array]:
 
 
 def _narrow_pair(form: Form, name: str, source: str) -> Function:
-    """To two 8-, 6- or 4-bit floats from two f32 or a packed 16-bit pair; returned as uint16 (e2m1x2: in the low byte)."""
+    """To two 8-, 6- or 4-bit floats from two f32 or a packed 16-bit pair; returned as uint16 (e2m1x2: in the
+    low byte)."""
     form.one_of("rn")
     if not form.take("satfinite"):
         form.fail("needs .satfinite")
@@ -331,7 +332,8 @@ def _tf32(form: Form, source: str) -> Function:
 
 
 def _cvt_pack(form: Form) -> Function:
-    """cvt.pack.sat.T.s32{.b32}: a and b saturate to T; b takes the low bits; with c, its low bits move up to make room."""
+    """cvt.pack.sat.T.s32{.b32}: a and b saturate to T; b takes the low bits; with c, its low bits move up to
+    make room."""
     if not form.take("sat"):
         form.fail("needs .sat")
     target = form.type()

@@ -1,10 +1,12 @@
 """Shared-memory matrix descriptors (wgmma, tcgen05) and tcgen05 instruction descriptors.
 
-A tile is addressed in three steps: the start address, plus an offset from the canonical layout of the descriptor's swizzle mode and
-major-ness, then an exclusive-or inside the address itself (bits 7.. into bits 4.., or 5.. for the 32-byte atoms). All fields are
-multiples of 16 bytes, so a tile is made of whole 16-byte chunks, and everything here works on those.
+A tile is addressed in three steps: the start address, plus an offset from the canonical layout of the
+descriptor's swizzle mode and major-ness, then an exclusive-or inside the address itself (bits 7.. into bits
+4.., or 5.. for the 32-byte atoms). All fields are multiples of 16 bytes, so a tile is made of whole 16-byte
+chunks, and everything here works on those.
 
-Canonical layouts, with T = 16 bytes of elements (the forms that CUTLASS's make_gmma_desc and make_umma_desc document):
+Canonical layouts, with T = 16 bytes of elements (the forms that CUTLASS's make_gmma_desc and make_umma_desc
+document):
   K-major   none     ((8, m), (T, 2)) : ((16 B, SBO), (1, LBO))
             W bytes  ((8, m), (T, 2)) : ((W, SBO), (1, T))              LBO is not used
   MN-major  none     ((T, 1, m), (8, k)) : ((1, T, SBO), (16 B, LBO))
@@ -54,10 +56,11 @@ def _sizes(raw: int) -> tuple[int, int, int]:
 
 @lru_cache(maxsize=4096)
 def decode_wgmma(raw: int) -> MatrixDescriptor:
-    """The descriptor of wgmma.mma_async (PTX manual, "Asynchronous Warpgroup Level Matrix: Matrix Descriptor Format").
+    """The descriptor of wgmma.mma_async (PTX manual, "Asynchronous Warpgroup Level Matrix: Matrix Descriptor
+    Format").
 
-    start 0-13, leading 16-29, stride 32-45, base offset 49-51, swizzle 62-63 (0 none, 1 128, 2 64, 3 32 bytes); other bits are
-    ignored, as the manual leaves them undefined.
+    start 0-13, leading 16-29, stride 32-45, base offset 49-51, swizzle 62-63 (0 none, 1 128, 2 64, 3 32
+    bytes); other bits are ignored, as the manual leaves them undefined.
     """
     start, leading, stride = _sizes(raw)
     swizzle = (0, 128, 64, 32)[_field(raw, 62, 2)]
@@ -68,8 +71,9 @@ def decode_wgmma(raw: int) -> MatrixDescriptor:
 def decode_tcgen05(raw: int) -> MatrixDescriptor:
     """The descriptor of tcgen05.mma and tcgen05.cp (PTX manual, "tcgen05: Shared Memory Descriptor").
 
-    As on sm_90, with 46-48 the constant 0b001, 52 the leading-dimension mode (absolute is sm_103's and not modelled), 53-60
-    zero, and the swizzle in 61-63: 0 none, 1 128 bytes with 32-byte atoms, 2 128, 4 64, 6 32 bytes.
+    As on sm_90, with 46-48 the constant 0b001, 52 the leading-dimension mode (absolute is sm_103's and not
+    modelled), 53-60 zero, and the swizzle in 61-63: 0 none, 1 128 bytes with 32-byte atoms, 2 128, 4 64, 6 32
+    bytes.
     """
     start, leading, stride = _sizes(raw)
     constant = _field(raw, 46, 3)
@@ -94,11 +98,13 @@ def decode_tcgen05(raw: int) -> MatrixDescriptor:
 
 
 def swizzled(address: NDArray[Any], swizzle: int, atom: int = 16, base_offset: int = 0) -> NDArray[Any]:
-    """Shared addresses after the exclusive-or of a swizzle mode; also what the tensor memory accelerator does.
+    """Shared addresses after the exclusive-or of a swizzle mode; also what the tensor memory accelerator
+    does.
 
-    128 bytes: bits 7-9 into 4-6; 64: 7-8 into 4-5; 32: 7 into 4; with 32-byte atoms 7-8 into 5-6, with 64-byte atoms 7 into 6. A base
-    offset moves the start of the pattern, so it is taken off the row number; the manual gives only its formula
-    ((pattern start >> 7) & 7), and this reading of it has not been seen on hardware.
+    128 bytes: bits 7-9 into 4-6; 64: 7-8 into 4-5; 32: 7 into 4; with 32-byte atoms 7-8 into 5-6, with
+    64-byte atoms 7 into 6. A base offset moves the start of the pattern, so it is taken off the row number;
+    the manual gives only its formula ((pattern start >> 7) & 7), and this reading of it has not been seen on
+    hardware.
     """
     if swizzle == 0:
         return address
@@ -121,7 +127,8 @@ def _chunks(
     bits: int,
     k_major: bool,
 ) -> NDArray[np.int32]:
-    """Chunk offsets of a tile that starts at `phase`, its address modulo the 1024 bytes after which swizzles repeat."""
+    """Chunk offsets of a tile that starts at `phase`, its address modulo the 1024 bytes after which swizzles
+    repeat."""
     per_chunk = 128 // bits
     span = swizzle or 16
     if k_major:
@@ -162,8 +169,8 @@ def _checked(d: MatrixDescriptor, rows: int, k: int, bits: int, k_major: bool) -
 def operand_chunks(d: MatrixDescriptor, rows: int, k: int, bits: int, k_major: bool) -> NDArray[np.int32]:
     """Addresses of the tile's 16-byte chunks: [rows, k * bits / 128] if k_major, else [k, rows * bits / 128].
 
-    rows is M of A or N of B (one CTA's part); k the depth of the instruction; bits the element width, where 6 and 4 mean the
-    padded form of kind::f8f6f4, 16 elements to a 16-byte chunk.
+    rows is M of A or N of B (one CTA's part); k the depth of the instruction; bits the element width, where 6
+    and 4 mean the padded form of kind::f8f6f4, 16 elements to a 16-byte chunk.
     """
     held = _checked(d, rows, k, bits, k_major)
     base = d.start & ~1023
@@ -187,18 +194,23 @@ def _offsets(d: MatrixDescriptor, rows: int, k: int, bits: int, k_major: bool) -
 
 
 def operand_offsets(d: MatrixDescriptor, rows: int, k: int, bits: int, k_major: bool) -> NDArray[np.int32]:
-    """Shared-memory byte address of every element of an operand tile, int32 [rows, k], read-only and cached."""
+    """Shared-memory byte address of every element of a tile, int32 [rows, k], read-only and cached."""
     return _offsets(d, rows, k, bits, k_major)
 
 
-_UNSIGNED = {8: np.dtype(np.uint8), 16: np.dtype(np.uint16), 32: np.dtype(np.uint32)}
+_UNSIGNED: dict[int, np.dtype[Any]] = {
+    8: np.dtype(np.uint8),
+    16: np.dtype(np.uint16),
+    32: np.dtype(np.uint32),
+}
 _CHUNK = np.dtype(np.complex128)  # any 16-byte type: moves a chunk as one item
 
 
 def load_operand(
     memory: NDArray[np.uint8], d: MatrixDescriptor, rows: int, k: int, bits: int, k_major: bool
 ) -> NDArray[Any]:
-    """The tile's raw elements, uint8/16/32 [rows, k], from a CTA's shared memory (uint8, a multiple of 16 bytes long).
+    """The tile's raw elements, uint8/16/32 [rows, k], from a CTA's shared memory (uint8, a multiple of 16
+    bytes long).
 
     4- and 6-bit elements come out one to a byte. Raises IndexError when the tile leaves the memory.
     """
@@ -276,8 +288,8 @@ def k_of(kind: str) -> int:
 def decode_instruction(raw: int, kind: str, cta_group: int = 1, ws: bool = False) -> InstructionDescriptor:
     """Decode and check the 32-bit instruction descriptor of tcgen05.mma of kind f16, tf32, f8f6f4 or i8.
 
-    PTX manual, "tcgen05: Instruction Descriptor" and "Matrix Shape" (the table of M, N per kind). CUTLASS is stricter than the table
-    for some N; the table is what counts here.
+    PTX manual, "tcgen05: Instruction Descriptor" and "Matrix Shape" (the table of M, N per kind). CUTLASS is
+    stricter than the table for some N; the table is what counts here.
     """
 
     def bad(why: str) -> DescriptorError:

@@ -38,7 +38,7 @@ from .formats import (
 
 Function = Callable[..., Any]
 
-UNSIGNED = {"f16": U2, "bf16": U2, "f32": U4, "f64": U8}
+UNSIGNED: dict[str, np.dtype[Any]] = {"f16": U2, "bf16": U2, "f32": U4, "f64": U8}
 SIGN = {"f16": 0x8000, "bf16": 0x8000, "f32": 0x80000000, "f64": 1 << 63}
 
 
@@ -85,8 +85,9 @@ def _mul32(a: Array, b: Array) -> Array:
 def fma32(a: Array, b: Array, c: Array) -> Array:
     """fma.rn.f32 on float32 values: the float64 product is exact, the float64 sum may round a second time.
 
-    The second rounding (float64 to float32) can only go wrong where the first left a float32 tie, whose low 28 bits are zero
-    (also for subnormal results); those lanes are redone from the exact sum. NaN lanes have zero low bits too.
+    The second rounding (float64 to float32) can only go wrong where the first left a float32 tie, whose low
+    28 bits are zero (also for subnormal results); those lanes are redone from the exact sum. NaN lanes have
+    zero low bits too.
     """
     p = np.multiply(a, b, dtype=F8)
     s = p + c
@@ -154,7 +155,8 @@ def _directed32(op: str, mode: str) -> Function:
         rest = np.where(np.isfinite(q) & np.isfinite(rest), rest, 0.0)
         return round_f32(q, np.sign(rest) * np.spacing(np.where(np.isfinite(q), q, 1.0)) * 0.25, mode)
 
-    return {"add": add, "sub": sub, "mul": mul, "fma": fma, "div": div, "sqrt": sqrt}[op]
+    table: dict[str, Function] = {"add": add, "sub": sub, "mul": mul, "fma": fma, "div": div, "sqrt": sqrt}
+    return table[op]
 
 
 def _exact_product(a: Array, b: Array) -> tuple[Array, Array]:
@@ -212,8 +214,8 @@ def arithmetic32(op: str, mode: str, ftz: bool, sat: bool) -> Function:
 def _narrow(op: str, type_: str) -> Function:
     """add sub mul fma, to nearest even, on raw 16-bit registers.
 
-    float32 has more than twice the bits plus two of either type, so that rounding add, sub and mul twice is innocuous; fma, and bf16
-    products in float32's subnormal range, go through float64.
+    float32 has more than twice the bits plus two of either type, so that rounding add, sub and mul twice is
+    innocuous; fma, and bf16 products in float32's subnormal range, go through float64.
     """
     if op == "fma":
 
@@ -346,7 +348,8 @@ _ROUNDINGS = ("rn", "rz", "rm", "rp")
 
 
 def _arithmetic(form: Form) -> Function:
-    """add sub mul fma (and mad, which is fma for floats) of every scalar type, and the mixed add/sub/fma into float32."""
+    """add sub mul fma (and mad, which is fma for floats) of every scalar type, and the mixed add/sub/fma into
+    float32."""
     op = "fma" if form.op == "mad" else form.op
     type_ = form.type()
     mode = form.maybe(*_ROUNDINGS)
@@ -382,7 +385,8 @@ def _arithmetic(form: Form) -> Function:
 
 
 def _division(form: Form) -> Function:
-    """div: .approx and .full are modelled as the correctly rounded quotient (their bound is 2 ulp), with the special cases of .approx."""
+    """div: .approx and .full are modelled as the correctly rounded quotient (their bound is 2 ulp), with the
+    special cases of .approx."""
     type_ = form.type()
     ftz = form.take("ftz")
     kind = form.maybe("approx", "full")
@@ -425,7 +429,8 @@ def _square_root(form: Form) -> Function:
 
 
 def _minmax(form: Form) -> Function:
-    """-0 is smaller than +0. A single NaN operand is ignored unless .NaN is given; two NaNs, or one with .NaN, give the canonical NaN."""
+    """-0 is smaller than +0. A single NaN operand is ignored unless .NaN is given; two NaNs, or one with
+    .NaN, give the canonical NaN."""
     type_ = form.type()
     ftz, nan, xorsign = form.take("ftz"), form.take("NaN"), form.take("xorsign")
     absolute = form.take("abs")

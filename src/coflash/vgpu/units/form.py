@@ -7,13 +7,14 @@ from typing import Any, NoReturn
 from .formats import UnsupportedInstruction
 
 TYPES = frozenset(
-    """pred b8 b16 b32 b64 b128 u8 u16 u32 u64 s8 s16 s32 s64 f16 bf16 f32 f64 tf32 f16x2 bf16x2 f32x2 u16x2 s16x2
-    e4m3x2 e5m2x2 e2m3x2 e3m2x2 e2m1x2 ue8m0x2 e4m3x4 e5m2x4 e2m3x4 e3m2x4 e2m1x4 s2f6x2""".split()
+    """pred b8 b16 b32 b64 b128 u8 u16 u32 u64 s8 s16 s32 s64 f16 bf16 f32 f64 tf32 f16x2 bf16x2 f32x2 u16x2
+    s16x2 e4m3x2 e5m2x2 e2m3x2 e3m2x2 e2m1x2 ue8m0x2 e4m3x4 e5m2x4 e2m3x4 e3m2x4 e2m1x4 s2f6x2""".split()
 )
 
 
 class Form:
-    """Builders take the modifiers and types they understand; whatever is left over makes the form unsupported."""
+    """Builders take the modifiers and types they understand; whatever is left over makes the form
+    unsupported."""
 
     def __init__(self, mnemonic: str) -> None:
         self.mnemonic = mnemonic

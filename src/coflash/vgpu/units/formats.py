@@ -1,13 +1,15 @@
 """Floating-point formats narrower than float64, and correct rounding into them.
 
-Exact values travel as float64. A sum that float64 cannot hold goes through `round_to_odd` first: with at least two
-bits more than the target, rounding to odd and then to the target is the same as rounding once (Boldo and Melquiond).
+Exact values travel as float64. A sum that float64 cannot hold goes through `round_to_odd` first: with at
+least two bits more than the target, rounding to odd and then to the target is the same as rounding once
+(Boldo and Melquiond).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,14 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 
+F2: np.dtype[Any]
+F4: np.dtype[Any]
+F8: np.dtype[Any]
 F2, F4, F8 = np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64)
+U1: np.dtype[Any]
+U2: np.dtype[Any]
+U4: np.dtype[Any]
+U8: np.dtype[Any]
 U1, U2, U4, U8 = np.dtype(np.uint8), np.dtype(np.uint16), np.dtype(np.uint32), np.dtype(np.uint64)
 
 
@@ -73,7 +82,8 @@ def flush(x: Array) -> Array:
 
 
 def has_nan(x: Array) -> bool:
-    """Whether any element is NaN: a sum of squares is NaN exactly then, and BLAS is the quickest reduction there is."""
+    """Whether any element is NaN: a sum of squares is NaN exactly then, and BLAS is the quickest reduction
+    there is."""
     d = x.dot(x) if x.ndim == 1 else np.vdot(x, x)
     return bool(d != d)
 
@@ -129,7 +139,7 @@ def round_f32(s: Array, error: Array | None, mode: str) -> Array:
     raise UnsupportedInstruction(f"rounding mode .{mode}")
 
 
-_ROUND = {
+_ROUND: dict[str, Callable[..., Any]] = {
     "rn": np.rint,
     "rz": np.trunc,
     "rm": np.floor,
@@ -139,10 +149,12 @@ _ROUND = {
 
 
 def encode(values: Array, name: str, mode: str = "rn", satfinite: bool = False) -> Array:
-    """Raw bits of float64 values rounded to a format (exact up to float64; odd-rounded values round correctly).
+    """Raw bits of float64 values rounded to a format (exact up to float64; odd-rounded values round
+    correctly).
 
-    Overflow gives infinity or the largest finite value as the rounding mode says, the largest with satfinite, and NaN in a format
-    without infinity. NaN in a format without NaN gives the largest positive value, as the manual has it.
+    Overflow gives infinity or the largest finite value as the rounding mode says, the largest with satfinite,
+    and NaN in a format without infinity. NaN in a format without NaN gives the largest positive value, as the
+    manual has it.
     """
     f = FORMATS[name]
     v = np.asarray(values, F8)
@@ -181,7 +193,7 @@ def bf16_to_f32(raw: Array) -> Array:
     return (raw.astype(U4) << _S16).view(F4)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _table(name: str) -> NDArray[np.float32]:
     """Value of every code of an 8-bit or smaller format; higher bits of the byte are ignored."""
     codes = np.arange(256)
@@ -214,10 +226,11 @@ def _table(name: str) -> NDArray[np.float32]:
 
 
 def to_float32(raw: Array, type_: str) -> NDArray[np.float32]:
-    """Exact float32 values of tensor-core elements: raw is unsigned, one element each (uint8 for 8-bit and smaller types).
+    """Exact float32 values of tensor-core elements: raw is unsigned, one element each (uint8 for 8-bit and
+    smaller types).
 
-    type_: f16 bf16 tf32 f32 e4m3 e5m2 e2m3 e3m2 e2m1 ue8m0 s8 u8. A tf32 element is a 32-bit word whose low 13 bits
-    are ignored.
+    type_: f16 bf16 tf32 f32 e4m3 e5m2 e2m3 e3m2 e2m1 ue8m0 s8 u8. A tf32 element is a 32-bit word whose low
+    13 bits are ignored.
     """
     if type_ == "bf16":
         return bf16_to_f32(raw)

@@ -1,4 +1,4 @@
-"""Integer and bit instructions on raw registers. Each `build` argument is a parsed form; see `arith.resolve`."""
+"""Integer and bit instructions on raw registers: from the parsed form of a name to a function."""
 
 from __future__ import annotations
 
@@ -10,8 +10,13 @@ import numpy as np
 from .form import Form
 from .formats import U1, U2, U4, U8, Array, UnsupportedInstruction
 
-UNSIGNED = {8: U1, 16: U2, 32: U4, 64: U8}
-SIGNED = {8: np.dtype(np.int8), 16: np.dtype(np.int16), 32: np.dtype(np.int32), 64: np.dtype(np.int64)}
+UNSIGNED: dict[int, np.dtype[Any]] = {8: U1, 16: U2, 32: U4, 64: U8}
+SIGNED: dict[int, np.dtype[Any]] = {
+    8: np.dtype(np.int8),
+    16: np.dtype(np.int16),
+    32: np.dtype(np.int32),
+    64: np.dtype(np.int64),
+}
 
 Function = Callable[..., Any]
 
@@ -158,7 +163,8 @@ def _mul24(form: Form) -> Function:
 
 
 def _quotient(form: Form) -> Function:
-    """Division truncates towards zero. The manual leaves division by zero unspecified: here all ones (and the dividend for rem)."""
+    """Division truncates towards zero. The manual leaves division by zero unspecified: here all ones (and the
+    dividend for rem)."""
     type_ = form.type()
     n, signed = width(type_), type_[0] == "s"
     remainder = form.op == "rem"
@@ -281,7 +287,8 @@ def _prmt(form: Form) -> Function:
 
 
 def _lop3(form: Form) -> Function:
-    """lop3.b32 d, a, b, c, table: the table is an immediate, bit (4a + 2b + c) of it the result. lop3.and/or.b32 d|p is not modelled."""
+    """lop3.b32 d, a, b, c, table: the table is an immediate, bit (4a + 2b + c) of it the result.
+    lop3.and/or.b32 d|p is not modelled."""
     form.type("b32")
     common = {
         0x80: lambda a, b, c: a & b & c,
@@ -310,7 +317,8 @@ def _lop3(form: Form) -> Function:
 
 
 def _bfe(form: Form) -> Function:
-    """Position and length are bytes. A signed field that is empty or wholly above the register reads as the sign bit of the field's top."""
+    """Position and length are bytes. A signed field that is empty or wholly above the register reads as the
+    sign bit of the field's top."""
     type_ = form.type()
     n, signed = width(type_), type_[0] == "s"
     unsigned = UNSIGNED[n]
@@ -404,7 +412,7 @@ def _brev(form: Form) -> Function:
 
 
 def _fns(form: Form) -> Function:
-    """Position of the n-th set bit from `base` (n > 0 upwards, n < 0 downwards, 0: the base itself if set)."""
+    """Position of the n-th set bit from `base`: n > 0 upwards, n < 0 downwards, 0 the base itself if set."""
     form.type("b32")
 
     def one(mask: int, base: int, offset: int) -> int:

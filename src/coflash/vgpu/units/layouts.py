@@ -1,12 +1,12 @@
 """Register fragments of warp and warpgroup matrix instructions.
 
-Throughout, a warp's thread t is group g = t // 4 and place q = t % 4 in its group (PTX manual, "Warp Level Matrix Instructions" and
-"Register Fragments for wgmma.mma_async"). All arrays are read-only and cached.
+Throughout, a warp's thread t is group g = t // 4 and place q = t % 4 in its group (PTX manual, "Warp Level
+Matrix Instructions" and "Register Fragments for wgmma.mma_async"). All arrays are read-only and cached.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -34,14 +34,15 @@ def _axes(threads: int, registers: int, elements: int) -> tuple[Index, Index, In
     return t, r, e
 
 
-@lru_cache(maxsize=None)
+@cache
 def ldmatrix(shape: str, num: int, trans: bool, store: bool = False) -> tuple[Index, Index]:
     """ldmatrix or stmatrix: (address_lane, byte) of every element that a thread's registers hold.
 
-    Both arrays are [32 threads, registers, elements per register], lowest element first: the element is at shared address
-    `addresses[address_lane] + byte`. Shapes: m8n8 (16-bit elements, 2 per register); m16n16 with .trans (ldmatrix, 8-bit, two
-    registers a matrix) and m16n8 with .trans (stmatrix, 8-bit), both as CUTLASS's SM100_U8x8_LDSM_T and SM100_U8x4_STSM_T lay them out.
-    The m8n16 forms that unpack 6- and 4-bit elements are not modelled.
+    Both arrays are [32 threads, registers, elements per register], lowest element first: the element is at
+    shared address `addresses[address_lane] + byte`. Shapes: m8n8 (16-bit elements, 2 per register); m16n16
+    with .trans (ldmatrix, 8-bit, two registers a matrix) and m16n8 with .trans (stmatrix, 8-bit), both as
+    CUTLASS's SM100_U8x8_LDSM_T and SM100_U8x4_STSM_T lay them out. The m8n16 forms that unpack 6- and 4-bit
+    elements are not modelled.
     """
     if num not in (1, 2, 4):
         raise UnsupportedInstruction(f"ldmatrix/stmatrix .x{num}")
@@ -60,9 +61,10 @@ def ldmatrix(shape: str, num: int, trans: bool, store: bool = False) -> tuple[In
     raise UnsupportedInstruction(f"{form} .{shape}.x{num}{'.trans' if trans else ''}")
 
 
-@lru_cache(maxsize=None)
+@cache
 def mma_fragment(shape: str, operand: str, bits: int) -> tuple[Index, Index]:
-    """mma.sync m16n8k*: (row, col) of each element of A (M x K), B (K x N), C and D (M x N): [32, registers, elements each].
+    """mma.sync m16n8k*: (row, col) of each element of A (M x K), B (K x N), C and D (M x N): [32, registers,
+    elements each].
 
     bits is the element width: 8, 16 or 32 for A and B; 32, or 16 for f16 accumulators, of C and D.
     """
@@ -89,9 +91,10 @@ def mma_fragment(shape: str, operand: str, bits: int) -> tuple[Index, Index]:
     raise ValueError(f"operand must be a, b, c or d, not {operand!r}")
 
 
-@lru_cache(maxsize=None)
+@cache
 def wgmma_accumulator(n: int, bits: int = 32) -> tuple[Index, Index]:
-    """wgmma D: (row, col) in the 64 x n tile: [128 threads, registers, elements each]; 16 bits packs two columns a register."""
+    """wgmma D: (row, col) in the 64 x n tile: [128 threads, registers, elements each]; 16 bits packs two
+    columns a register."""
     if n % 8 or not 8 <= n <= 256 or bits not in (16, 32):
         raise UnsupportedInstruction(f"wgmma accumulator of {n} columns, {bits} bits")
     per = 32 // bits
@@ -101,9 +104,10 @@ def wgmma_accumulator(n: int, bits: int = 32) -> tuple[Index, Index]:
     return _frozen(row, 8 * (i // 4) + t % 4 * 2 + i % 2)
 
 
-@lru_cache(maxsize=None)
+@cache
 def wgmma_a(bits: int) -> tuple[Index, Index]:
-    """wgmma A from registers: (row, k) in the 64 x (256 / bits) tile: [128 threads, 4 registers, 32 / bits elements]."""
+    """wgmma A from registers: (row, k) in the 64 x (256 / bits) tile: [128 threads, 4 registers, 32 / bits
+    elements]."""
     row, col = mma_fragment(f"m16n8k{256 // bits}", "a", bits)
     warp = np.arange(128)[:, None, None] // 32
     return _frozen(np.tile(row, (4, 1, 1)) + 16 * warp, np.tile(col, (4, 1, 1)))

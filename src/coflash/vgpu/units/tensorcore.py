@@ -12,13 +12,14 @@ KINDS = frozenset({"f16", "bf16", "tf32", "f8f6f4", "i8"})
 def mma(a: Array, b: Array, c: Array | None, kind: str, d_type: str = "f32") -> Array:
     """D = A Bᵀ + C. a: (M, K), b: (N, K), float32 values from `to_float32`; c: (M, N) or None for zero.
 
-    Returns (M, N) float32, already rounded to float16 where d_type is "f16"; for kind "i8" c and the result are int32, and the sum
-    wraps (saturation is the caller's, on the int64 this would need: see `mma_i8`).
+    Returns (M, N) float32, already rounded to float16 where d_type is "f16"; for kind "i8" c and the result
+    are int32, and the sum wraps (saturation is the caller's, on the int64 this would need: see `mma_i8`).
 
-    Products of 16-bit and narrower operands are exact in float32, of tf32 in 22 bits, so also exact. The sum here is float32 BLAS's:
-    nearest rounding, in an order BLAS chooses. Hardware differs: it aligns the products and the accumulator of a group of
-    k to the largest exponent, drops bits below a fixed number of extra ones (it truncates: no rounding to nearest inside), and adds groups
-    one after the other. Both are exact whenever all partial sums are representable. The manual leaves the order and the precision
+    Products of 16-bit and narrower operands are exact in float32, of tf32 in 22 bits, so also exact. The sum
+    here is float32 BLAS's: nearest rounding, in an order BLAS chooses. Hardware differs: it aligns the
+    products and the accumulator of a group of k to the largest exponent, drops bits below a fixed number of
+    extra ones (it truncates: no rounding to nearest inside), and adds groups one after the other. Both are
+    exact whenever all partial sums are representable. The manual leaves the order and the precision
     unspecified; the difference stays within the usual bound K · 2^-23 · Σ|aᵢbᵢ|.
     """
     if kind not in KINDS:

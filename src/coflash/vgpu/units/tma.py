@@ -1,6 +1,7 @@
 """The tensor memory accelerator: which global and shared bytes a tiled bulk copy touches.
 
-PTX manual, "Tensors: Tiled Mode, Out of Boundary Access, Swizzling Modes". im2col modes and interleaved layouts are not modelled.
+PTX manual, "Tensors: Tiled Mode, Out of Boundary Access, Swizzling Modes". im2col modes and interleaved
+layouts are not modelled.
 """
 
 from __future__ import annotations
@@ -67,13 +68,14 @@ class TiledMap:
             raise ValueError(
                 f"the innermost box dimension has {self.box[0] * size} bytes, not a multiple of 16"
             )
-        if self.swizzle and self.box[0] * size > self.swizzle:
+        inner = self.box[0] * size
+        if self.swizzle and inner > self.swizzle:
             raise ValueError(
-                f"the innermost box dimension ({self.box[0] * size} bytes) exceeds the swizzle's span"
+                f"{inner} bytes of innermost box dimension exceed the {self.swizzle}-byte swizzle"
             )
-        if self.swizzle and self.box[0] * size < self.swizzle:
+        if self.swizzle and inner < self.swizzle:
             raise UnsupportedInstruction(
-                f"an innermost box dimension of {self.box[0] * size} bytes under a {self.swizzle}-byte swizzle is not modelled"
+                f"{inner} bytes of innermost box under a {self.swizzle}-byte swizzle"
             )
 
     @property
@@ -93,7 +95,8 @@ class TiledMap:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """The bytes of one box, as chunks of `width` bytes. Chunks outside the tensor have `inside` False and no valid global offset."""
+    """The bytes of one box, as chunks of `width` bytes. Chunks outside the tensor have `inside` False and no
+    valid global offset."""
 
     width: (
         int  # 16, or less where the tensor's innermost bound or the coordinate is not a multiple of 16 bytes
@@ -106,7 +109,8 @@ class Tile:
 
 @lru_cache(maxsize=512)
 def _grid(map_: TiledMap, width: int) -> tuple[tuple[NDArray[np.int64], ...], NDArray[np.int64]]:
-    """Coordinates of the chunks relative to the box (innermost first, in elements, flat), and their global byte offsets."""
+    """Coordinates of the chunks relative to the box (innermost first, in elements, flat), and their global
+    byte offsets."""
     size = ELEMENT_BYTES[map_.element]
     steps = [np.arange(0, map_.counts[0], width // size)]
     steps += [np.arange(c) * s for c, s in zip(map_.counts[1:], map_.element_strides[1:], strict=True)]
@@ -129,7 +133,8 @@ def _shared(box_bytes: int, width: int, swizzle: int, atom: int, phase: int) -> 
 def tile(map_: TiledMap, coords: Sequence[int], shared_address: int) -> Tile:
     """The chunks of the box at coords (innermost first), which may be negative or beyond the tensor.
 
-    The box lies in shared memory as a dense array, innermost dimension first, under the swizzle, which follows the shared address.
+    The box lies in shared memory as a dense array, innermost dimension first, under the swizzle, which
+    follows the shared address.
     """
     if shared_address % 16:
         raise ValueError(f"shared address {shared_address:#x} of a tensor copy is not 16-byte aligned")
@@ -159,7 +164,8 @@ def tile(map_: TiledMap, coords: Sequence[int], shared_address: int) -> Tile:
 
 
 def gather4(map_: TiledMap, column: int, rows: Sequence[int], shared_address: int) -> Tile:
-    """.tile::gather4 and .tile::scatter4: four rows of a 2-D tensor, stacked in shared memory. The map's box has one row."""
+    """.tile::gather4 and .tile::scatter4: four rows of a 2-D tensor, stacked in shared memory. The map's box
+    has one row."""
     if len(map_.extents) != 2 or map_.counts[1] != 1 or len(rows) != 4:
         raise ValueError("gather4/scatter4 take four rows of a two-dimensional map with a box of one row")
     four = TiledMap(
@@ -204,15 +210,20 @@ def fill(map_: TiledMap) -> NDArray[np.uint8]:
     return np.full(16 // value.itemsize, value).view(np.uint8)
 
 
-_RAW = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint32), 8: np.dtype(np.uint64)}
+_RAW: dict[int, np.dtype[Any]] = {
+    1: np.dtype(np.uint8),
+    2: np.dtype(np.uint16),
+    4: np.dtype(np.uint32),
+    8: np.dtype(np.uint64),
+}
 _NAME = {"u8": "u8", "f32ftz": "f32", "tf32": "f32", "tf32ftz": "f32"}
 
 
 def reduce(op: str, element: str, old: NDArray[np.uint8], new: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """cp.reduce.async.bulk and its tensor form: old op new, element by element, on raw bytes (last axis).
 
-    op: add min max inc dec and or xor. Floats add to nearest even, subnormals kept (.noftz is the only f16/bf16 form).
-    inc and dec wrap at `new`, as atom.inc and atom.dec do.
+    op: add min max inc dec and or xor. Floats add to nearest even, subnormals kept (.noftz is the only
+    f16/bf16 form). inc and dec wrap at `new`, as atom.inc and atom.dec do.
     """
     name = _NAME.get(element, element)
     dtype = _RAW[ELEMENT_BYTES[element]]

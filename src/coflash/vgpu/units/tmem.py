@@ -1,13 +1,13 @@
 """Tensor memory: which lanes and columns tcgen05 instructions touch. 128 lanes of 512 columns of 32 bits.
 
-Sources: PTX manual, "tcgen05: Data Movement Shape" and "Data Path Layout Organization"; the bit-exact maps of CUTLASS's copy and MMA
-traits for sm_100. All arrays are read-only and cached.
+Sources: PTX manual, "tcgen05: Data Movement Shape" and "Data Path Layout Organization"; the bit-exact maps of
+CUTLASS's copy and MMA traits for sm_100. All arrays are read-only and cached.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -54,14 +54,16 @@ def lanes_of(shape: str) -> int:
     return 32 if shape == "32x32b" else 16
 
 
-@lru_cache(maxsize=None)
+@cache
 def ldst(shape: str, num: int, split_half: int = 0, packed: bool = False) -> tuple[Index, Index]:
-    """tcgen05.ld and tcgen05.st: (lane, column), relative to the address operand, of each register of a warp: [32, registers].
+    """tcgen05.ld and tcgen05.st: (lane, column), relative to the address operand, of each register of a warp:
+    [32, registers].
 
-    With packed (.pack::16b, .unpack::16b) the arrays are [32, registers, 2]: a register's low half belongs to the low 16 bits of an
-    even column, its high half to those of the next one (st leaves the upper 16 bits of those columns zero is NOT said by the manual).
-    split_half is the immediate of 16x32bx2, in columns: where threads 16-31 start. The address's lane must be in the warp's own
-    quarter: 32 * (warp % 4), or 16 more for the 16-lane shapes.
+    With packed (.pack::16b, .unpack::16b) the arrays are [32, registers, 2]: a register's low half belongs to
+    the low 16 bits of an even column, its high half to those of the next one (st leaves the upper 16 bits of
+    those columns zero is NOT said by the manual). split_half is the immediate of 16x32bx2, in columns: where
+    threads 16-31 start. The address's lane must be in the warp's own quarter: 32 * (warp % 4), or 16 more for
+    the 16-lane shapes.
     """
     per, columns = _static(shape, num)
     t = np.arange(32)[:, None]
@@ -88,11 +90,12 @@ def ldst(shape: str, num: int, split_half: int = 0, packed: bool = False) -> tup
 
 @dataclass(frozen=True)
 class Copy:
-    """tcgen05.cp: rows of a K-major shared-memory matrix (its descriptor), and the lanes each of them goes to.
+    """tcgen05.cp: rows of a K-major shared-memory matrix (its descriptor), and the lanes each of them goes
+    to.
 
-    Row i, `words` 32-bit words long, goes to columns 0.. of every lane in lanes[i], relative to the address. The source chunks are
-    `operand_chunks(d, rows, 4 * words, 8, k_major=True)`. cta_group::2 does this in both CTAs of the pair, each from
-    its own shared memory at the same descriptor.
+    Row i, `words` 32-bit words long, goes to columns 0.. of every lane in lanes[i], relative to the address.
+    The source chunks are `operand_chunks(d, rows, 4 * words, 8, k_major=True)`. cta_group::2 does this in
+    both CTAs of the pair, each from its own shared memory at the same descriptor.
     """
 
     rows: int
@@ -100,9 +103,10 @@ class Copy:
     lanes: Index  # [rows, copies]
 
 
-@lru_cache(maxsize=None)
+@cache
 def cp(shape: str, multicast: str = "") -> Copy:
-    """The static map of tcgen05.cp: shape 128x256b 4x256b 128x128b 64x128b 32x128b; multicast "", warpx2::02_13, warpx2::01_23, warpx4."""
+    """The static map of tcgen05.cp: shape 128x256b 4x256b 128x128b 64x128b 32x128b; multicast "",
+    warpx2::02_13, warpx2::01_23, warpx4."""
     form = (shape, multicast)
     if form in (("128x256b", ""), ("128x128b", "")):
         lanes = np.arange(128)[:, None]
@@ -121,21 +125,23 @@ def cp(shape: str, multicast: str = "") -> Copy:
 
 
 def shift_lanes() -> tuple[Index, Index]:
-    """tcgen05.shift.down: (from, to) lanes of the 8 columns (256 bits) at the address: each row moves one lane down.
+    """tcgen05.shift.down: (from, to) lanes of the 8 columns (256 bits) at the address: each row moves one
+    lane down.
 
-    Rows 1 to 31 of a 32-lane quarter move to 0 to 30, relative to the address's lane; the last lane keeps its value. The manual's shape
-    for it is 31x256b.
+    Rows 1 to 31 of a 32-lane quarter move to 0 to 30, relative to the address's lane; the last lane keeps its
+    value. The manual's shape for it is 31x256b.
     """
     source = np.arange(1, 32)
     return _frozen(source), _frozen(source - 1)
 
 
-@lru_cache(maxsize=None)
+@cache
 def accumulator(m: int, n: int, cta_group: int, ws: bool = False) -> tuple[Index, Index, Index]:
-    """D of tcgen05.mma: (rank in the CTA pair, lane, column) of element [i, j], each [m, n]; relative to the address.
+    """D of tcgen05.mma: (rank in the CTA pair, lane, column) of element [i, j], each [m, n]; relative to the
+    address.
 
-    One element takes one 32-bit column, also of type f16. Layouts of the manual: D (M 128), F (M 64), A (pair, M 256),
-    B (pair, M 128), E (.ws, M 64), G (.ws, M 32).
+    One element takes one 32-bit column, also of type f16. Layouts of the manual: D (M 128), F (M 64), A
+    (pair, M 256), B (pair, M 128), E (.ws, M 64), G (.ws, M 32).
     """
     i, j = np.arange(m)[:, None], np.arange(n)[None, :]
     zero = 0 * i * j
@@ -165,13 +171,15 @@ def accumulator(m: int, n: int, cta_group: int, ws: bool = False) -> tuple[Index
     return _frozen(rank), _frozen(lane), _frozen(column)
 
 
-@lru_cache(maxsize=None)
+@cache
 def a_operand(m: int, cta_group: int, ws: bool = False) -> tuple[Index, Index]:
-    """A of tcgen05.mma in tensor memory: (rank, lane) of row i, each [copies, m]; copy c feeds the c-th of equal parts of N.
+    """A of tcgen05.mma in tensor memory: (rank, lane) of row i, each [copies, m]; copy c feeds the c-th of
+    equal parts of N.
 
-    Row i holds its K elements packed in columns 0 .. K * bits / 32 - 1 from the address on. Where D folds N over lanes (a pair
-    with M 128) each half of the lanes reads its own copy of A, so a kernel has to store A twice; everywhere else there is one copy.
-    The manual does not draw A for .ws with M 32 or 64: not modelled.
+    Row i holds its K elements packed in columns 0 .. K * bits / 32 - 1 from the address on. Where D folds N
+    over lanes (a pair with M 128) each half of the lanes reads its own copy of A, so a kernel has to store A
+    twice; everywhere else there is one copy. The manual does not draw A for .ws with M 32 or 64: not
+    modelled.
     """
     i = np.arange(m)[None, :]
     if ws and m != 128:
