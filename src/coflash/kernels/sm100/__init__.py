@@ -1,0 +1,1 @@
+"""Kernels for Blackwell (sm_100a, sm_103a)."""

@@ -1,0 +1,262 @@
+"""Static choices of the Blackwell forward kernel, and the proof that they fit the chip.
+
+Nothing here imports the DSL: planning and the cache work on machines that cannot compile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+__all__ = ["ForwardConfig", "NAMES", "choose"]
+
+SHARED_BYTES = 232_448  # what one CTA may use: 227 KB
+TENSOR_COLUMNS = 512  # of 128 lanes and 4 bytes each
+REGISTERS = 65_536  # of one multiprocessor
+ROWS = 128  # query rows of a tile in one CTA: the lanes of tensor memory
+BLOCK = 128  # keys in a block
+WARPS = 16
+WORK_SLOTS = 2  # tiles the scheduler may be ahead
+WORK_WORDS = 8  # 32-bit words in a slot
+
+NAMES = {"bf16": "bfloat16", "fp16": "float16"}
+
+
+@dataclass(frozen=True)
+class ForwardConfig:
+    """One compiled forward kernel.
+
+    The first block of fields says what the kernel computes, the second how.  Every field changes the machine
+    code; lengths, batch, head counts, strides, scale, window widths and the softcap's value do not appear.
+    """
+
+    dtype: str  # "bf16" or "fp16": of q, k, v and out
+    head_dim: int
+    head_dim_v: int
+    packed_q: bool = False  # q and out are (total, heads, dim), found through cu_seqlens_q
+    packed_k: bool = False  # k and v likewise
+    seqused_q: bool = False  # only the first seqused_q[b] queries of a sequence exist
+    seqused_k: bool = False
+    bounded_left: bool = False  # a query sees keys from its own position - window_left
+    bounded_right: bool = False  # ... up to its own position + window_right (0: causal)
+    softcap: bool = False
+    sink: bool = False
+    lse: bool = False
+    pack_heads: int = 1  # query heads of one KV head that share a tile's rows (1: one head a tile)
+
+    ctas: int = 1  # CTAs that issue their products together: 2 is the pair mode
+    q_stages: int = 1  # buffers of each Q tile: 2 loads the next tile's queries early
+    kv_stages: int = 5  # buffers of a K or V block, in one ring
+    polynomial: int = 4  # of 16 pairs of exponentials, how many by polynomial in unmasked blocks
+    degree: int = 3  # of that polynomial
+    early_keys: int = 96  # of a block's 128 keys, those whose P is handed over first
+    dynamic: bool = False  # tiles by cluster launch control; else every cluster strides through them
+    registers: tuple[int, int, int] = (200, 80, 32)  # of a thread: softmax, epilogue, other warps
+
+    def __post_init__(self) -> None:
+        if self.dtype not in NAMES:
+            raise ValueError(f"dtype {self.dtype!r}: the kernel takes {', '.join(NAMES)}")
+        for name, dim in (("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)):
+            if dim % 8 or not 8 <= dim <= 256:
+                raise ValueError(f"{name} {dim}: multiples of 8 up to 256")
+        if self.ctas not in (1, 2):
+            raise ValueError(f"ctas {self.ctas}: 1 or 2")
+        if self.ctas == 2 and self.head_dim_v % 32:
+            raise ValueError(f"head_dim_v {self.head_dim_v}: a CTA pair splits V, multiples of 32")
+        if self.pack_heads < 1 or ROWS % self.pack_heads:
+            raise ValueError(f"pack_heads {self.pack_heads}: a divisor of {ROWS}")
+        if not 0 <= self.polynomial <= 16:
+            raise ValueError(f"polynomial {self.polynomial}: 0 to 16 of 16")
+        if self.degree not in (3, 4, 5):
+            raise ValueError(f"degree {self.degree}: 3, 4 or 5")
+        if self.early_keys % 32 or not 32 <= self.early_keys < BLOCK:
+            raise ValueError(f"early_keys {self.early_keys}: a multiple of 32 below {BLOCK}")
+        if self.q_stages not in (1, 2):
+            raise ValueError(f"q_stages {self.q_stages}: 1 or 2")
+        if self.kv_stages < 2:
+            raise ValueError(f"kv_stages {self.kv_stages}: at least 2, K and V share the ring")
+        if self.tensor_columns > TENSOR_COLUMNS:
+            raise ValueError(f"tensor memory: {self.tensor_sum()} = {self.tensor_columns} of {TENSOR_COLUMNS}")
+        if self.shared_bytes > SHARED_BYTES:
+            raise ValueError(f"shared memory: {self.shared_sum()} = {self.shared_bytes} of {SHARED_BYTES}")
+        softmax, epilogue, other = self.registers
+        held = 32 * (8 * softmax + 4 * epilogue + 4 * other)
+        if held > REGISTERS or any(count % 8 or not 24 <= count <= 256 for count in self.registers):
+            raise ValueError(
+                f"registers: 256 x {softmax} + 128 x {epilogue} + 128 x {other} = {held} of {REGISTERS}"
+            )
+
+    # ---- tiles ----
+
+    @property
+    def q_tiles(self) -> int:
+        """Q tiles in ping-pong: two, unless O alone fills tensor memory."""
+        return 2 if self.tile_d_v <= 128 else 1
+
+    @property
+    def tile_d(self) -> int:
+        """head_dim as the products see it; the copy engine fills what lies beyond with zeros."""
+        return _round_up(self.head_dim, 16)
+
+    @property
+    def tile_d_v(self) -> int:
+        return _round_up(self.head_dim_v, 16 * self.ctas)
+
+    @property
+    def rows(self) -> int:
+        """Query rows that one work item covers."""
+        return ROWS * self.q_tiles * self.ctas
+
+    @property
+    def positions(self) -> int:
+        """Query positions in them."""
+        return self.rows // self.pack_heads
+
+    @property
+    def keys(self) -> int:
+        """Keys of a block in one CTA's shared memory."""
+        return BLOCK // self.ctas
+
+    @property
+    def columns_v(self) -> int:
+        """Columns of V in one CTA's shared memory."""
+        return self.tile_d_v // self.ctas
+
+    @property
+    def panel(self) -> int:
+        """Columns of a panel of Q and K: the swizzled row is as long as the dimension allows, up to 128 bytes."""
+        return _panel(self.tile_d)
+
+    @property
+    def panel_v(self) -> int:
+        return _panel(self.columns_v)
+
+    # ---- shared memory, in bytes ----
+
+    @property
+    def q_bytes(self) -> int:
+        """One Q tile."""
+        return 2 * ROWS * self.tile_d
+
+    @property
+    def k_bytes(self) -> int:
+        return 2 * self.keys * self.tile_d
+
+    @property
+    def v_bytes(self) -> int:
+        return 2 * BLOCK * self.columns_v
+
+    @property
+    def kv_bytes(self) -> int:
+        """One stage of the ring."""
+        return max(self.k_bytes, self.v_bytes)
+
+    @property
+    def barriers(self) -> dict[str, int]:
+        """Name and number of the barriers; the kernel's documentation says who arrives and who waits."""
+        q_buffers = self.q_tiles * self.q_stages
+        return {
+            "q_full": q_buffers,
+            "q_empty": q_buffers,
+            "kv_full": self.kv_stages,
+            "kv_empty": self.kv_stages,
+            "s_full": 2,
+            "p_early": 2,
+            "p_late": 2,
+            "o_full": 2,
+            "o_free": 2,
+            "stats_full": 2,
+            "stats_free": 2,
+            "work_full": WORK_SLOTS,
+            "work_free": WORK_SLOTS,
+            "launch_answer": 1,
+        }
+
+    def shared_parts(self) -> dict[str, int]:
+        """What lies in shared memory, in order."""
+        return {
+            "q": self.q_bytes * self.q_tiles * self.q_stages,
+            "kv": self.kv_bytes * self.kv_stages,
+            "stats": 2 * 2 * 4 * ROWS,  # two tiles, row sum and reference
+            "work": 4 * WORK_WORDS * WORK_SLOTS,
+            "launch": 16,
+            "barriers": 8 * sum(self.barriers.values()),
+            "tensor_base": 16,
+        }
+
+    @property
+    def shared_offsets(self) -> dict[str, int]:
+        """Offset of every part, and of the first barrier of every name."""
+        offsets, at = {}, 0
+        for name, size in self.shared_parts().items():
+            offsets[name] = at
+            at += _round_up(size, 16)
+        at = offsets["barriers"]
+        for name, copies in self.barriers.items():
+            offsets[name] = at
+            at += 8 * copies
+        return offsets
+
+    @property
+    def shared_bytes(self) -> int:
+        return sum(_round_up(size, 16) for size in self.shared_parts().values())
+
+    def shared_sum(self) -> str:
+        """The budget in words."""
+        return " + ".join(f"{name} {size}" for name, size in self.shared_parts().items())
+
+    # ---- tensor memory, in columns ----
+
+    @property
+    def s_columns(self) -> int:
+        """First column of S of tile 0; tile 1 follows. P overlays the S it comes from."""
+        return 0
+
+    @property
+    def o_columns(self) -> int:
+        """First column of O of tile 0; tile 1, where there is one, follows."""
+        return 2 * BLOCK
+
+    @property
+    def tensor_columns(self) -> int:
+        return 2 * BLOCK + self.q_tiles * self.tile_d_v
+
+    def tensor_sum(self) -> str:
+        return f"S 2 x {BLOCK} + O {self.q_tiles} x {self.tile_d_v}"
+
+
+def choose(arch: str, **features) -> ForwardConfig:
+    """The config for these features (the first block of fields) on `arch`: as many stages as fit."""
+    dim, dim_v = features["head_dim"], features["head_dim_v"]
+    # sm_103a has twice the special-function rate: the polynomial would only cost issue slots.
+    polynomial = 0 if arch.startswith("sm_103") else 4
+    draft = {"polynomial": polynomial, "kv_stages": 2} | features
+    if "ctas" not in draft and (max(dim, dim_v) > 128) and dim_v % 32 == 0:
+        draft["ctas"] = 2
+    config = ForwardConfig(**draft)
+    if "q_stages" not in features:
+        config = _grown(config, "q_stages", 2, keep=4 * BLOCK * 128 * 2 // config.kv_bytes)
+    if "kv_stages" not in features:
+        while (larger := _fits(config, kv_stages=config.kv_stages + 1)) and config.kv_stages < 12:
+            config = larger
+    return config
+
+
+def _grown(config: ForwardConfig, field: str, value: int, keep: int) -> ForwardConfig:
+    """`config` with the larger value, where the ring then still has `keep` stages."""
+    larger = _fits(config, **{field: value})
+    return larger if larger and _fits(larger, kv_stages=keep) else config
+
+
+def _fits(config: ForwardConfig, **changes) -> ForwardConfig | None:
+    try:
+        return replace(config, **changes)
+    except ValueError:
+        return None
+
+
+def _round_up(value: int, step: int) -> int:
+    return -(-value // step) * step
+
+
+def _panel(dim: int) -> int:
+    return next(width for width in (64, 32, 16) if dim % width == 0)

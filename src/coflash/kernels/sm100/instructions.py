@@ -1,0 +1,247 @@
+"""Single instructions of the Blackwell kernels, as functions on registers.
+
+Shared memory is addressed by 32-bit integers, tensor memory by 32-bit integers (lane << 16 | column), global memory
+by 64-bit integers: the kernels' tables of offsets stay readable, and every address is one addition.  What the DSL
+offers with the right form is used as it is; the rest is inline PTX.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, Int64
+from cutlass._mlir import ir
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
+from cutlass.experimental import primitives as prims
+
+SHARED, TENSOR = 3, 6  # LLVM address spaces
+PEER_MASK = 0xFEFFFFFF - 2**32  # clears the bit of a shared address that tells a pair's CTAs apart: the leader's
+
+
+def ptx(
+    result: Any, text: str, constraints: str, *operands: Any, pure: bool = False, loc: Any = None, ip: Any = None
+) -> Any:
+    """One piece of inline PTX. `pure` lets the compiler move it, merge it and drop it."""
+    return llvm.inline_asm(
+        result,
+        [operand.ir_value(loc=loc, ip=ip) for operand in operands],
+        text,
+        constraints,
+        has_side_effects=not pure,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc,
+        ip=ip,
+    )
+
+
+def shared(address: Int32, element: Any = Int64) -> cutlass.Pointer:
+    return cutlass.inttoptr(address, SHARED, element)
+
+
+def tensor(address: Int32, element: Any = Int32) -> cutlass.Pointer:
+    return cutlass.inttoptr(address, TENSOR, element)
+
+
+# ---- barriers ----
+
+
+@dsl_user_op
+def wait(barrier: Int32, parity: Int32, *, cluster: bool = False, loc: Any = None, ip: Any = None) -> None:
+    """Block until the barrier's phase of this parity is complete."""
+    scope = "cluster" if cluster else "cta"
+    ptx(
+        None,
+        "{\n\t.reg .pred done;\nagain:\n\t"
+        f"mbarrier.try_wait.parity.acquire.{scope}.shared::cta.b64 done, [$0], $1, 10000000;\n\t"
+        "@!done bra again;\n\t}",
+        "r,r",
+        barrier,
+        Int32(parity),
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def arrive(barrier: Int32, *, loc: Any = None, ip: Any = None) -> None:
+    ptx(None, "mbarrier.arrive.release.cta.shared::cta.b64 _, [$0];", "r", barrier, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def arrive_at(barrier: Int32, rank: int, *, loc: Any = None, ip: Any = None) -> None:
+    """Arrive at the barrier that CTA `rank` of the cluster has at this address."""
+    ptx(
+        None,
+        "{\n\t.reg .b32 remote;\n\tmapa.shared::cluster.u32 remote, $0, $1;\n\t"
+        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n\t}",
+        "r,r",
+        barrier,
+        Int32(rank),
+        loc=loc,
+        ip=ip,
+    )
+
+
+# ---- shared memory ----
+
+
+@dsl_user_op
+def store_shared(address: Int32, words: list[Any], *, loc: Any = None, ip: Any = None) -> None:
+    """2 or 4 registers to as many aligned words."""
+    kind = "f" if isinstance(words[0], Float32) else "r"
+    operands = ", ".join(f"${i + 1}" for i in range(len(words)))
+    text = f"st.shared.v{len(words)}.b32 [$0], {{{operands}}};"
+    ptx(None, text, ",".join(["r"] + [kind] * len(words)), address, *words, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def load_shared(address: Int32, count: int, element: Any = Int32, *, loc: Any = None, ip: Any = None) -> list[Any]:
+    """2 or 4 aligned words."""
+    kind, of = ("f", T.f32()) if element is Float32 else ("r", T.i32())
+    results = ", ".join(f"${i}" for i in range(count))
+    text = f"ld.shared.v{count}.b32 {{{results}}}, [${count}];"
+    constraints = ",".join([f"={kind}"] * count + ["r"])
+    fields = ptx(llvm.StructType.get_literal([of] * count), text, constraints, address, loc=loc, ip=ip)
+    return [element(llvm.extractvalue(of, fields, [i], loc=loc, ip=ip)) for i in range(count)]
+
+
+# ---- the copy engine ----
+
+
+@dsl_user_op
+def load_tile(
+    destination: Int32,
+    tensor_map: Int64,
+    coordinates: list[Int32],
+    barrier: Int32,
+    *,
+    pair: bool,
+    loc: Any = None,
+    ip: Any = None,
+) -> None:
+    """A box of global memory to shared memory; its bytes count at `barrier`, in a pair at the leader's."""
+    rank = len(coordinates)
+    at = ", ".join(f"${i + 3}" for i in range(rank))
+    if pair:
+        barrier = barrier & Int32(PEER_MASK)
+    ptx(
+        None,
+        f"cp.async.bulk.tensor.{rank}d.shared::cta.global.tile.mbarrier::complete_tx::bytes [$0], [$1, {{{at}}}], [$2];"
+        if not pair
+        else f"cp.async.bulk.tensor.{rank}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.cta_group::2"
+        f" [$0], [$1, {{{at}}}], [$2];",
+        ",".join(["r", "l", "r"] + ["r"] * rank),
+        destination,
+        tensor_map,
+        barrier,
+        *[Int32(c) for c in coordinates],
+        loc=loc,
+        ip=ip,
+    )
+
+
+# ---- tensor memory ----
+
+
+def tmem_load(address: Int32, count: int) -> list[Float32]:
+    """`count` consecutive columns of this thread's lane; usable after `tmem_loaded`."""
+    loaded = prims.tcgen05_ld("32x32b", tensor(address, Float32), num=count)
+    return [loaded[i] for i in range(count)]
+
+
+@dsl_user_op
+def tmem_loaded(values: list[Float32], *, loc: Any = None, ip: Any = None) -> list[Float32]:
+    """Wait for all loads of this warp. The values pass through, so nothing that uses them can move above the wait."""
+    count = len(values)
+    out = llvm.StructType.get_literal([T.f32()] * count)
+    constraints = ",".join(["=f"] * count + [str(i) for i in range(count)])
+    fields = ptx(out, "tcgen05.wait::ld.sync.aligned;", constraints, *values, loc=loc, ip=ip)
+    return [Float32(llvm.extractvalue(T.f32(), fields, [i], loc=loc, ip=ip)) for i in range(count)]
+
+
+def tmem_store(address: Int32, values: list[Any]) -> None:
+    """`values` (32-bit registers) to consecutive columns of this thread's lane."""
+    element = T.f32() if isinstance(values[0], Float32) else T.i32()
+    vector = ir.VectorType.get([len(values)], element)
+    packed = cutlass.Vector(_from_elements(vector, [v.ir_value() for v in values]), dtype=type(values[0]))
+    prims.tcgen05_st("32x32b", tensor(address), packed)
+
+
+def _from_elements(vector: ir.Type, elements: list[ir.Value]) -> ir.Value:
+    from cutlass._mlir.dialects import vector as dialect
+
+    return dialect.from_elements(vector, elements)
+
+
+def tmem_stored() -> None:
+    prims.tcgen05_wait("store")
+
+
+@dsl_user_op
+def commit(barrier: Int32, ctas: int | None, *, loc: Any = None, ip: Any = None) -> None:
+    """Arrive at `barrier` when all tensor-core work issued by this thread is done; `ctas`: in these of the cluster."""
+    text = "tcgen05.commit.cta_group::{}.mbarrier::arrive::one.shared::cluster{}.b64 [$0]{};"
+    if ctas is None:
+        ptx(None, text.format(1, "", ""), "r", barrier, loc=loc, ip=ip)
+    else:
+        half = cutlass.Int16(ctas)
+        ptx(None, text.format(2, ".multicast::cluster", ", $1"), "r,h", barrier, half, loc=loc, ip=ip)
+
+
+# ---- arithmetic ----
+
+
+@dsl_user_op
+def join(low: Int32, high: int, *, loc: Any = None, ip: Any = None) -> Int64:
+    """A 64-bit register of two halves."""
+    high -= (high >> 31) << 32
+    return Int64(ptx(T.i64(), "mov.b64 $0, {$1, $2};", "=l,r,r", low, Int32(high), pure=True, loc=loc, ip=ip))
+
+
+@dsl_user_op
+def address_of(array: Any, *, loc: Any = None, ip: Any = None) -> Int32:
+    """Shared-memory address of an array."""
+    return Int32(llvm.ptrtoint(T.i32(), array.data_ptr().ir_value(), loc=loc, ip=ip))
+
+
+@dsl_user_op
+def max3(a: Float32, b: Float32, c: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
+    return Float32(ptx(T.f32(), "max.f32 $0, $1, $2, $3;", "=f,f,f,f", a, b, c, pure=True, loc=loc, ip=ip))
+
+
+@dsl_user_op
+def rcp(a: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
+    return Float32(ptx(T.f32(), "rcp.approx.ftz.f32 $0, $1;", "=f,f", a, pure=True, loc=loc, ip=ip))
+
+
+@dsl_user_op
+def log2(a: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
+    return Float32(ptx(T.f32(), "lg2.approx.ftz.f32 $0, $1;", "=f,f", a, pure=True, loc=loc, ip=ip))
+
+
+@dsl_user_op
+def pack16(low: Float32, high: Float32, dtype: str, *, loc: Any = None, ip: Any = None) -> Int32:
+    """Two numbers rounded to "bf16" or "fp16", in one register."""
+    to = {"bf16": "bf16x2", "fp16": "f16x2"}[dtype]
+    return Int32(ptx(T.i32(), f"cvt.rn.{to}.f32 $0, $1, $2;", "=r,f,f", high, low, pure=True, loc=loc, ip=ip))
+
+
+# ---- global memory ----
+
+
+@dsl_user_op
+def store_global(address: Int64, words: list[Int32], *, loc: Any = None, ip: Any = None) -> None:
+    """4 or 8 registers to 16 or 32 consecutive bytes, as aligned as they are long."""
+    operands = ", ".join(f"${i + 1}" for i in range(len(words)))
+    ptx(
+        None,
+        f"st.global.v{len(words)}.b32 [$0], {{{operands}}};",
+        ",".join(["l"] + ["r"] * len(words)),
+        address,
+        *words,
+        loc=loc,
+        ip=ip,
+    )

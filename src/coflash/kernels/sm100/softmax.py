@@ -1,0 +1,147 @@
+"""Softmax of one Q tile, a row a thread, over a block of 128 keys in tensor memory."""
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import Float32, Int32, cute
+from cutlass.experimental import primitives as prims
+
+from coflash.kernels.parts import exp2 as exponentials
+from coflash.kernels.parts.ptx import LOG2_E
+from coflash.kernels.parts.ptx import choose as select
+from coflash.kernels.parts.fixture import Fixture
+from coflash.kernels.sm100 import instructions as op
+from coflash.kernels.sm100.config import BLOCK
+from coflash.kernels.sm100.shared import Barrier
+
+INFINITY = Float32.inf
+EVERY_LANE = 0xFFFFFFFF
+TOLERANCE = 8.0  # log2 units that a row's maximum may exceed its reference by before sum and O are brought down
+CHUNK = 32  # columns moved between tensor memory and registers at a time
+
+
+class Rows(Fixture):
+    """One row a thread: its reference (in log2 units), its sum so far, and what happens to it block by block.
+
+    A probability is `exp2(score * scale - reference)`.  The reference is the row's maximum at some earlier block;
+    the final division by the sum makes the result the same for any reference.
+    """
+
+    def __init__(self, forward, call, sh, tile: Int32, lanes: Int32) -> None:
+        self.forward, self.config = forward, forward.config
+        c = self.config
+        self.s = lanes + c.s_columns + tile * BLOCK
+        self.o = lanes + c.o_columns + tile * c.tile_d_v
+        self.s_full = Barrier(sh.s_full + 8 * tile)
+        self.p_early, self.p_late = sh.p_early + 8 * tile, sh.p_late + 8 * tile
+        self.scale = call.softmax_scale * LOG2_E
+        if c.softcap:
+            self.softcap, self.cap_scale = call.softcap, self.scale * 2.0 / call.softcap
+            self.scale = Float32(LOG2_E)
+        self.state = cute.make_rmem_tensor((5,), Float32)  # reference, four partial sums
+        self.fresh = cute.make_rmem_tensor((1,), Int32)  # whether O holds nothing of this row yet
+
+    def start(self) -> None:
+        self.state[0] = Float32(-INFINITY)
+        for i in range(1, 5):
+            self.state[i] = Float32(0.0)
+        self.fresh[0] = Int32(1)
+
+    def reference(self) -> Float32:
+        return self.state[0]
+
+    def total(self) -> Float32:
+        return (self.state[1] + self.state[2]) + (self.state[3] + self.state[4])
+
+    # ---- one block ----
+
+    @cute.jit
+    def block(self, low, high, masked: cutlass.Constexpr[bool]):
+        """S of a block to P. Masked: columns outside [low, high) are invisible to this row."""
+        self.s_full.wait()
+        prims.tcgen05_fence("after_thread_sync")
+        scores, top = self.read(low, high, masked)
+        top = top * self.scale
+        if prims.vote_sync(EVERY_LANE, top - self.state[0] > TOLERANCE, "any"):
+            self.raise_reference(top)
+        self.fresh[0] = Int32(0)
+        minus = -self.state[0]
+        if cutlass.const_expr(masked):
+            minus = select(self.state[0] == -INFINITY, Float32(0.0), minus)
+        self.write(scores, minus, masked)
+
+    def read(self, low: Int32, high: Int32, masked: bool) -> tuple[list[Float32], Float32]:
+        """The row's scores, and the largest. The maximum of a chunk is taken while the next one is on its way."""
+        scores: list[Float32] = []
+        tops = [Float32(-INFINITY), Float32(-INFINITY)]
+        chunk = op.tmem_loaded(op.tmem_load(self.s, CHUNK))
+        for first in range(0, BLOCK, CHUNK):
+            following = op.tmem_load(self.s + first + CHUNK, CHUNK) if first + CHUNK < BLOCK else []
+            if self.config.softcap:
+                chunk = [self.cap(score) for score in chunk]
+            if masked:
+                chunk = self.mask(chunk, first, low, high)
+            for i in range(0, CHUNK, 4):
+                tops[0] = op.max3(tops[0], chunk[i], chunk[i + 1])
+                tops[1] = op.max3(tops[1], chunk[i + 2], chunk[i + 3])
+            scores += chunk
+            if following:
+                chunk = op.tmem_loaded(following)
+        return scores, cute.arch.fmax(tops[0], tops[1])
+
+    def cap(self, score: Float32) -> Float32:
+        """softcap * tanh(score * scale / softcap), by 1 - 2 / (1 + exp(2 x))."""
+        grown = exponentials.exp2(score * self.cap_scale)
+        return self.softcap - 2.0 * self.softcap * op.rcp(grown + 1.0)
+
+    def mask(self, chunk: list[Float32], first: int, low: Int32, high: Int32) -> list[Float32]:
+        shown = []
+        for i, score in enumerate(chunk):
+            hidden = high <= first + i
+            if self.config.bounded_left:
+                hidden = hidden | (low > first + i)
+            shown.append(select(hidden, Float32(-INFINITY), score))
+        return shown
+
+    @cute.jit
+    def raise_reference(self, top):
+        """Some row of the warp grew too far: bring its sum and its O down to its new maximum."""
+        before = self.state[0]
+        after = cute.arch.fmax(before, top)
+        finite = select(after == -INFINITY, Float32(0.0), after)
+        factor = exponentials.exp2(before - finite)
+        self.state[0] = after
+        for i in cutlass.range_constexpr(1, 5):
+            self.state[i] = self.state[i] * factor
+        if self.fresh[0] == 0:
+            for first in cutlass.range_constexpr(0, self.config.tile_d_v, 16):
+                chunk = op.tmem_loaded(op.tmem_load(self.o + first, 16))
+                scaled = []
+                for i in cutlass.range_constexpr(0, 16, 2):
+                    scaled += prims.mul_packed_f32x2((chunk[i], chunk[i + 1]), (factor, factor), rnd="rn")
+                op.tmem_store(self.o + first, scaled)
+            # The products that read O wait for P, which this warp stores and announces later.
+
+    def write(self, scores: list[Float32], minus: Float32, masked: bool) -> None:
+        """Probabilities to tensor memory over S, the first part announced early, and their sum."""
+        c = self.config
+        sums = [(self.state[1], self.state[2]), (self.state[3], self.state[4])]
+        polynomial = 0 if masked else c.polynomial
+        for first in range(0, BLOCK, CHUNK):
+            words = []
+            pairs = [
+                prims.fma_packed_f32x2(
+                    (scores[i], scores[i + 1]), (self.scale, self.scale), (minus, minus), rnd="rn"
+                )
+                for i in range(first, first + CHUNK, 2)
+            ]
+            for i, pair in enumerate(exponentials.exp2_pairs(pairs, polynomial, c.degree)):
+                sums[i % 2] = prims.add_packed_f32x2(sums[i % 2], pair, rnd="rn")
+                words.append(op.pack16(*pair, c.dtype))
+            op.tmem_store(self.s + first // 2, words)
+            if first + CHUNK in (c.early_keys, BLOCK):
+                op.tmem_stored()
+                prims.tcgen05_fence("before_thread_sync")
+                self.forward.arrive_at_leader(self.p_early if first + CHUNK < BLOCK else self.p_late)
+        for i in range(2):
+            self.state[1 + 2 * i], self.state[2 + 2 * i] = sums[i]
