@@ -1,0 +1,1 @@
+"""What kernels share: arithmetic, barriers, masks, tile orders, stores."""

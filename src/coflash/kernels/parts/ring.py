@@ -1,0 +1,57 @@
+"""A ring of shared-memory stages between the copy engine and the warps that compute.
+
+Each stage has two barriers: `full` (the bytes have landed) and `empty` (every reader is done).  Both sides walk
+the ring in the same order, so a side only remembers its next stage and that stage's phase.
+"""
+
+from cutlass import Int32, cute
+
+from coflash.kernels.parts import ptx
+from coflash.kernels.parts.fixture import Fixture
+
+
+class Ring(Fixture):
+    """One side's place in the ring: the producer starts on stages that are empty, a consumer on ones not yet full."""
+
+    def __init__(self, full: cute.Pointer, empty: cute.Pointer, stages: int, producer: bool) -> None:
+        self.full = full
+        self.empty = empty
+        self.stages = stages
+        # A register pair; a tensor because loops carry its contents without being told to.
+        self.place = cute.make_rmem_tensor((2,), Int32)
+        self.place[0] = Int32(0)
+        self.place[1] = Int32(1 if producer else 0)
+
+    @property
+    def stage(self) -> Int32:
+        return self.place[0]
+
+    def before(self, behind: int) -> Int32:
+        """The stage `behind` places back."""
+        back = self.place[0] - behind % self.stages
+        return ptx.choose(back < 0, back + self.stages, back)
+
+    def wait_full(self) -> None:
+        cute.arch.mbarrier_wait(self.full + self.place[0], self.place[1])
+
+    def wait_empty(self) -> None:
+        cute.arch.mbarrier_wait(self.empty + self.place[0], self.place[1])
+
+    def advance(self) -> None:
+        if self.stages == 1:
+            self.place[1] = self.place[1] ^ 1
+        elif self.stages == 2:
+            self.place[1] = self.place[1] ^ self.place[0]
+            self.place[0] = self.place[0] ^ 1
+        else:
+            following = self.place[0] + 1
+            wrapped = Int32(following == self.stages)
+            self.place[0] = following - wrapped * self.stages
+            self.place[1] = self.place[1] ^ wrapped
+
+
+def init(full: cute.Pointer, empty: cute.Pointer, stages: int, readers: int) -> None:
+    """One thread, before anybody uses the ring: a copy fills a stage, `readers` arrivals empty it."""
+    for stage in range(stages):
+        cute.arch.mbarrier_init(full + stage, 1)
+        cute.arch.mbarrier_init(empty + stage, readers)

@@ -1,0 +1,151 @@
+"""Softmax of one warpgroup's accumulator, two rows a thread.
+
+A wgmma accumulator of 64 x N puts row `16 * warp + lane / 4` (+ 8) and columns `8 i + 2 (lane % 4)` (+ 1) into a
+thread's registers in the order `4 i + 2 half + column`, half being which of the two rows.
+
+Scores are kept unscaled; `scale` carries log2(e), so that a probability is `exp2(score * scale - reference)`.
+"""
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, cute
+
+from coflash.kernels.parts.fixture import Fixture
+from coflash.kernels.parts import ptx
+
+INFINITY = Float32.inf
+# Held maximum: a row sum inside these bounds proves that no probability overflowed bfloat16 or float32 and that
+# none worth keeping vanished.
+SUM_MOST = 2.0**100
+SUM_LEAST = 2.0**-32
+
+
+class RowState(Fixture):
+    """What a row carries from block to block: its reference, and its sum so far (this thread's columns only)."""
+
+    def __init__(self, scale: Float32, dtype: type[cutlass.Numeric], rounded_sum: bool) -> None:
+        self.scale = scale
+        self.dtype = dtype
+        self.rounded_sum = rounded_sum
+        self.reference = cute.make_rmem_tensor((2,), Float32)
+        self.sum = cute.make_rmem_tensor((2,), Float32)
+
+    # ---- the first block ----
+
+    def start(self) -> None:
+        for half in range(2):
+            self.reference[half] = Float32(-INFINITY)
+            self.sum[half] = Float32(0.0)
+
+    def hold(self, scores: cute.Tensor) -> None:
+        """Take the block's row maxima as the reference; a row that sees nothing here takes 0."""
+        for half, top in enumerate(row_maxima(scores)):
+            self.reference[half] = ptx.choose(top == -INFINITY, Float32(0.0), top * self.scale)
+
+    def raise_to(self, scores: cute.Tensor, out: cute.Tensor) -> None:
+        """Online: move the reference to the running maximum and bring sum and output down to it."""
+        self.rescale(out, *self.raise_reference(scores))
+
+    def raise_reference(self, scores: cute.Tensor) -> tuple[list[Float32], Boolean]:
+        """The first half of that: the factor of each row, and whether any maximum moved."""
+        factors = []
+        moved = Boolean(False)
+        for half, top in enumerate(row_maxima(scores)):
+            before = self.reference[half]
+            after = cute.arch.fmax(before, top * self.scale)
+            moved = moved | (after > before)
+            finite = ptx.choose(after == -INFINITY, Float32(0.0), after)
+            factors.append(ptx.exp2(before - finite))
+            self.reference[half] = after
+        return factors, moved
+
+    @cute.jit
+    def rescale(self, out: cute.Tensor, factors, moved: Boolean):
+        """A warp none of whose maxima moved skips the multiplications."""
+        if cute.arch.vote_any_sync(moved):
+            for half in cutlass.range_constexpr(2):
+                self.sum[half] = self.sum[half] * factors[half]
+            for i in cutlass.range_constexpr(cute.size(out)):
+                out[i] = out[i] * factors[i // 2 % 2]
+
+    # ---- every block ----
+
+    def exponentials(self, scores: cute.Tensor) -> None:
+        """Scores to probabilities, in place."""
+        minus = [
+            -ptx.choose(self.reference[half] == -INFINITY, Float32(0.0), self.reference[half])
+            for half in range(2)
+        ]
+        for i in range(cute.size(scores)):
+            scores[i] = ptx.exp2(scores[i] * self.scale + minus[i // 2 % 2])
+
+    def pack(self, scores: cute.Tensor, words: cute.Tensor) -> None:
+        """Probabilities to the A operand of the second product, and their sum.
+
+        With `rounded_sum` the sum is of what the product will really use: with a held maximum a dominating
+        probability is no power of two, and its rounding would otherwise not cancel in the quotient."""
+        totals = [[self.sum[0]], [self.sum[1]]]
+        for i in range(cute.size(words)):
+            low, high = scores[2 * i], scores[2 * i + 1]
+            words[i] = ptx.pack(low, high, self.dtype)
+            if self.rounded_sum:
+                low, high = ptx.unpack_bf16(words[i])
+            totals[i % 2][0] = totals[i % 2][0] + (low + high)
+        for half in range(2):
+            self.sum[half] = totals[half][0]
+
+    # ---- the end ----
+
+    def finish(self) -> None:
+        """The sum over the whole row."""
+        for half in range(2):
+            self.sum[half] = ptx.quad_sum(self.sum[half])
+
+    def add_sink(self, half: int, sink: Float32) -> Float32:
+        """Let a score that has no value join the sum; the answer is what it scales the output by."""
+        before = self.reference[half]
+        after = cute.arch.fmax(before, sink)
+        factor = ptx.exp2(before - after)
+        self.sum[half] = self.sum[half] * factor + ptx.exp2(sink - after)
+        self.reference[half] = after
+        return factor
+
+    def in_bounds(self, half: int) -> Boolean:
+        """False also for NaN."""
+        return (self.sum[half] < SUM_MOST) & (self.sum[half] > SUM_LEAST)
+
+
+def row_maxima(scores: cute.Tensor) -> list[Float32]:
+    """Largest score of each of a thread's two rows, over the whole row."""
+    tops = []
+    for half in range(2):
+        mine = [scores[i] for i in range(cute.size(scores)) if i // 2 % 2 == half]
+        chains = mine[:2]
+        for n, score in enumerate(mine[2:]):
+            chains[n % 2] = cute.arch.fmax(chains[n % 2], score)
+        tops.append(ptx.quad_max(cute.arch.fmax(*chains)))
+    return tops
+
+
+def cap(scores: cute.Tensor, scale: Float32, softcap: Float32) -> None:
+    """`softcap * tanh(score * scale / softcap)`, in place, by 1 - 2 / (1 + exp(2 x))."""
+    inner = 2.0 * ptx.LOG2_E * scale / softcap
+    for i in range(cute.size(scores)):
+        grown = ptx.exp2(scores[i] * inner)
+        scores[i] = softcap - 2.0 * softcap * cute.arch.rcp_approx(1.0 + grown)
+
+
+def mask(scores: cute.Tensor, first_column: Int32, low, high) -> None:
+    """Scores outside `low[half] <= column < high[half]` to -inf; `low` None: no left bound.
+
+    `first_column` is the key position of the thread's first register."""
+    for half in range(2):
+        until = high[half] - first_column
+        since = None if low is None else low[half] - first_column
+        for i in range(cute.size(scores)):
+            if i // 2 % 2 != half:
+                continue
+            column = i // 4 * 8 + i % 2
+            hidden = until <= column
+            if since is not None:
+                hidden = hidden | (since > column)
+            scores[i] = ptx.choose(hidden, Float32(-INFINITY), scores[i])

@@ -1,0 +1,51 @@
+"""Accumulator to global memory, 16 bytes a lane, without shared memory.
+
+In an accumulator the four lanes of a quad hold 4 bytes each of every 8-column chunk of a row.  A transpose inside
+the quad, four chunks at a time, leaves each lane with one whole chunk: 16 contiguous bytes.  No staging buffer,
+no barrier, and every row is predicated on its own, so short tiles, packed sequences and shared rows need no other way.
+"""
+
+import cutlass
+from cutlass import Boolean, Int32, cute
+
+from coflash.kernels.parts import ptx
+
+
+def transpose_quad(words: list[Int32], lane: Int32) -> list[Int32]:
+    """Lane q of a quad, holding its share of chunks 0..3, gets all four shares of chunk q."""
+    odd, upper = (lane & 1) != 0, (lane & 2) != 0
+    a = list(words)
+    for low, high, mask, swap in ((0, 1, 1, odd), (2, 3, 1, odd), (0, 2, 2, upper), (1, 3, 2, upper)):
+        received = ptx.exchange(ptx.choose(swap, a[low], a[high]), mask)
+        a[low], a[high] = (
+            ptx.choose(swap, received, a[low]),
+            ptx.choose(swap, a[high], received),
+        )
+    return a
+
+
+@cute.jit
+def store_rows(
+    out: cute.Tensor,
+    rows: list[cute.Pointer],
+    valid: list[Boolean],
+    columns: cutlass.Constexpr[int],
+    dtype: cutlass.Constexpr,
+    lane: Int32,
+):
+    """Write a thread's two accumulator rows, rounded to `dtype`; `columns` of the tile exist."""
+    quad = lane % 4
+    chunks = cute.size(out) // 4
+    for half in cutlass.range_constexpr(2):
+        for group in cutlass.range_constexpr(0, chunks, 4):
+            words = []
+            for chunk in cutlass.range_constexpr(group, group + 4):
+                i = 4 * chunk + 2 * half
+                words.append(ptx.pack(out[i], out[i + 1], dtype))
+            words = transpose_quad(words, lane)
+            column = 8 * (group + quad)
+            there = valid[half]
+            if cutlass.const_expr(8 * (group + 4) > columns):
+                there = there & (column < columns)
+            if there:
+                ptx.store_16_bytes(rows[half] + column, words)

@@ -1,0 +1,142 @@
+"""Static choices of the Hopper forward kernel, and the proof that they fit the chip.
+
+Nothing here imports the DSL: planning and the cache work on machines that cannot compile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["ForwardConfig", "NAMES"]
+
+SHARED_BYTES = 232_448  # what one block may use: 227 KB
+REGISTERS = 65_536  # of one multiprocessor
+WARPGROUP = 128  # threads
+ROWS = 64  # query rows of one warpgroup: the M of a wgmma
+WORK_SLOTS = 2  # tiles the scheduler may be ahead, each with a verdict to come back (see forward.py)
+
+# Registers a thread of a warpgroup holds after the split: (load warpgroup, compute warpgroup).
+REGISTER_SPLIT = {1: (56, 256 - 8), 2: (24, 240), 3: (32, 160), 4: (24, 120)}
+
+NAMES = {"bf16": "bfloat16", "fp16": "float16"}
+
+
+@dataclass(frozen=True)
+class ForwardConfig:
+    """One compiled forward kernel.
+
+    The first block of fields says what the kernel computes, the second how.  Every field changes the machine
+    code; lengths, batch, head counts, strides, scale, window widths and the softcap's value do not appear.
+    """
+
+    dtype: str  # "bf16" or "fp16": of q, k, v and out
+    head_dim: int
+    head_dim_v: int
+    packed_q: bool = False  # q and out are (total, heads, dim), found through cu_seqlens_q
+    packed_k: bool = False  # k and v likewise
+    seqused_q: bool = False  # only the first seqused_q[b] queries of a sequence exist
+    seqused_k: bool = False
+    bounded_left: bool = False  # a query sees keys from its own position - window_left
+    bounded_right: bool = False  # ... up to its own position + window_right (0: causal)
+    softcap: bool = False
+    sink: bool = False
+    lse: bool = False
+    pack_heads: int = 1  # query heads of one KV head that share a tile's rows (1: one head a tile)
+
+    warpgroups: int = 2  # that compute, 64 rows each
+    tile_n: int = 128  # keys in a block
+    k_stages: int = 2
+    v_stages: int = 2
+    q_stages: int = 1
+    softmax: str = "held"  # "held": the first block's maximum is kept; "online": the running maximum
+    rounded_sum: bool = True  # row sums of P as rounded to 16 bits
+    overlap: int = 1  # products with V that softmax leaves running: see Warpgroup.step
+    order: bool = False  # the warpgroups take turns at issuing products
+    dynamic: bool = True  # tiles are handed out by a counter; else every block strides through them
+    blocks_per_sm: int = 1
+
+    def __post_init__(self) -> None:
+        if self.dtype not in NAMES:
+            raise ValueError(f"dtype {self.dtype!r}: the kernel takes {', '.join(NAMES)}")
+        for name, dim in (("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)):
+            if dim % 8 or not 8 <= dim <= 256:
+                raise ValueError(f"{name} {dim}: multiples of 8 up to 256")
+        if self.softmax not in ("held", "online"):
+            raise ValueError(f"softmax {self.softmax!r}: held or online")
+        if self.softmax == "held" and self.dtype != "bf16":
+            raise ValueError("a held maximum needs bf16's range for P: fp16 takes softmax='online'")
+        if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
+            raise ValueError(f"tile_n {self.tile_n}: multiples of 16 up to 256 (wgmma's N, and K of P V)")
+        if self.warpgroups not in REGISTER_SPLIT:
+            raise ValueError(f"warpgroups {self.warpgroups}: one of {sorted(REGISTER_SPLIT)}")
+        if not 1 <= self.pack_heads <= ROWS:
+            raise ValueError(f"pack_heads {self.pack_heads}: 1 to {ROWS}")
+        if self.shared_bytes * self.blocks_per_sm > SHARED_BYTES:
+            raise ValueError(f"shared memory: {self.shared_sum()} of {SHARED_BYTES // self.blocks_per_sm}")
+        if self.accumulator_registers > self.registers[1] - 24:
+            raise ValueError(
+                f"registers: S {self.tile_n // 2} + O {self.tile_d_v // 2}"
+                f" + P {self.tile_n // 4 * self.overlap} + 24 of {self.registers[1]}"
+            )
+
+    # ---- what follows from the choices ----
+
+    @property
+    def tile_m(self) -> int:
+        """Rows of a block's tile."""
+        return ROWS * self.warpgroups
+
+    @property
+    def tile_d(self) -> int:
+        """head_dim as the tile holds it; the copy engine fills what lies beyond with zeros."""
+        return _tile_dim(self.head_dim)
+
+    @property
+    def tile_d_v(self) -> int:
+        return _tile_dim(self.head_dim_v)
+
+    @property
+    def positions(self) -> int:
+        """Query positions in one warpgroup's 64 rows."""
+        return ROWS // self.pack_heads
+
+    @property
+    def threads(self) -> int:
+        return WARPGROUP * (self.warpgroups + 1)
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Registers of a thread after the split: load warpgroup, compute warpgroups."""
+        if self.blocks_per_sm == 1:
+            return REGISTER_SPLIT[self.warpgroups]
+        return {2: (24, 112)}[self.warpgroups]
+
+    @property
+    def entry_registers(self) -> int:
+        """Registers the assembler may give a thread at launch, before the split."""
+        return REGISTERS // (self.threads * self.blocks_per_sm) // 8 * 8
+
+    @property
+    def accumulator_registers(self) -> int:
+        """Of a computing thread: scores, output, and P while the next scores are computed."""
+        return self.tile_n // 2 + self.tile_d_v // 2 + (self.tile_n // 4 * self.overlap)
+
+    @property
+    def shared_bytes(self) -> int:
+        return sum(self._shared_parts().values())
+
+    def shared_sum(self) -> str:
+        """The budget in words."""
+        return " + ".join(f"{name} {size}" for name, size in self._shared_parts().items())
+
+    def _shared_parts(self) -> dict[str, int]:
+        return {
+            "Q": 2 * self.tile_m * self.tile_d * self.q_stages,
+            "K": 2 * self.tile_n * self.tile_d * self.k_stages,
+            "V": 2 * self.tile_n * self.tile_d_v * self.v_stages,
+            "barriers and work slots": 1024,
+        }
+
+
+def _tile_dim(dim: int) -> int:
+    return next(size for size in (64, 96, 128, 192, 256) if dim <= size)

@@ -1,0 +1,951 @@
+"""Attention forward for Hopper (sm_90a)."""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import Boolean, Float32, Int32, Int64, cute
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.tensor_utils import LayoutEnum
+
+from coflash.kernels.parts.fixture import Fixture
+from coflash.kernels.parts import ptx, ring, softmax, tiles
+from coflash.kernels.parts.ring import Ring
+from coflash.kernels.parts.softmax import RowState
+from coflash.kernels.parts.store import store_rows
+from coflash.kernels.sm90.config import ROWS, WARPGROUP, WORK_SLOTS, ForwardConfig
+
+DTYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
+
+# What a work slot asks for.
+END, TILE, EXACT, NOTHING = range(4)
+KIND, M_BLOCK, HEAD, BATCH, SEQLEN_Q, SEQLEN_K, FIRST_Q, FIRST_K = range(8)  # words of a work slot
+
+
+class Operands(NamedTuple):
+    """Tensors and numbers of one launch, device side; None where the config has no use for one."""
+
+    out: Any
+    lse: Any
+    cu_seqlens_q: Any
+    cu_seqlens_k: Any
+    seqused_q: Any
+    seqused_k: Any
+    sink: Any
+    softmax_scale: Any
+    window_left: Any
+    window_right: Any
+    softcap: Any
+    tile_counter: Any
+    shape: Any  # batch, query heads, KV heads, seqlen_q, seqlen_k
+
+
+class Forward:
+    def __init__(self, config: ForwardConfig) -> None:
+        self.config = config
+        self.dtype = DTYPES[config.dtype]
+
+    @cute.jit
+    def __call__(self, *arguments):
+        config = self.config
+        given = dict(zip(argument_names(config), arguments))
+        q, k, v, out = (given[name] for name in ("q", "k", "v", "out"))
+        heads_q, heads_kv = q.shape[q_head_mode(config)], k.shape[k_head_mode(config)]
+        batch = given["cu_seqlens_q"].shape[0] - 1 if config.packed_q else q.shape[0]
+        seqlen_q = given["max_seqlen_q"] if config.packed_q else q.shape[1]
+        seqlen_k = given["max_seqlen_k"] if config.packed_k else k.shape[1]
+
+        q_atom, q_tensor = self.make_q_copy(q, heads_kv)
+        k_atom, k_tensor = self.make_kv_copy(k, config.packed_k, self.k_layout(), transposed=False)
+        v_atom, v_tensor = self.make_kv_copy(v, config.packed_k, self.v_layout(), transposed=True)
+
+        operands = Operands(
+            shape=(batch, heads_q, heads_kv, seqlen_q, seqlen_k),
+            **{name: given.get(name) for name in Operands._fields if name != "shape"},
+        )
+        tile_heads = heads_kv if cutlass.const_expr(config.pack_heads > 1) else heads_q
+        m_blocks = cute.ceil_div(seqlen_q, config.positions * config.warpgroups)
+        grid = ptx.least(m_blocks * tile_heads * batch, given["num_blocks"])
+        self.kernel(q_atom, q_tensor, k_atom, k_tensor, v_atom, v_tensor, operands).launch(
+            grid=[grid, 1, 1],
+            block=[config.threads, 1, 1],
+            stream=given["stream"],
+            min_blocks_per_mp=config.blocks_per_sm,
+        )
+
+    # ---- layouts ----
+
+    def q_layout(self):
+        c = self.config
+        return hopper.make_smem_layout_a(
+            LayoutEnum.ROW_MAJOR, (ROWS, c.tile_n, c.tile_d), self.dtype, c.warpgroups * c.q_stages
+        )
+
+    def k_layout(self):
+        c = self.config
+        return hopper.make_smem_layout_b(
+            LayoutEnum.ROW_MAJOR, (ROWS, c.tile_n, c.tile_d), self.dtype, c.k_stages
+        )
+
+    def v_layout(self):
+        c = self.config
+        return hopper.make_smem_layout_b(
+            LayoutEnum.COL_MAJOR, (ROWS, c.tile_d_v, c.tile_n), self.dtype, c.v_stages
+        )
+
+    def make_q_copy(self, q, heads_kv):
+        """Q as ((heads in a tile, positions), dim, heads, batch), 64 rows of one warpgroup at a time."""
+        c = self.config
+        packed, group = c.packed_q, c.pack_heads
+        s, h = (0, 1) if packed else (1, 2)
+        shape, stride = q.shape, q.stride
+        rows, row_stride = shape[s], stride[s]
+        heads, head_stride = shape[h], stride[h]
+        if group > 1:
+            rows, row_stride = (group, rows), (head_stride, row_stride)
+            heads, head_stride = heads_kv, head_stride * group
+        modes = [(rows, row_stride), (shape[h + 1], 1), (heads, head_stride)]
+        if not packed:
+            modes.append((shape[0], stride[0]))
+        tensor = cute.make_tensor(
+            q.iterator, cute.make_layout(tuple(m[0] for m in modes), stride=tuple(m[1] for m in modes))
+        )
+        layout = cute.slice_(self.q_layout(), (None, None, 0))
+        tile = (ROWS, c.tile_d)
+        if group > 1:
+            tile = ((group, c.positions), c.tile_d)
+            if group * c.positions < ROWS:
+                layout = cute.composition(layout, cute.make_layout((group * c.positions, c.tile_d)))
+        return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, layout, tile)
+
+    def make_kv_copy(self, x, packed: bool, layout, transposed: bool):
+        """K as (seqlen, dim, heads[, batch]); V as (dim, seqlen, heads[, batch]), the way its product reads it."""
+        c = self.config
+        s = 0 if packed else 1
+        order = [s + 2, s] if transposed else [s, s + 2]
+        order += [s + 1] if packed else [s + 1, 0]
+        tensor = cute.make_tensor(x.iterator, cute.select(x.layout, mode=order))
+        tile = (c.tile_d_v, c.tile_n) if transposed else (c.tile_n, c.tile_d)
+        layout = cute.slice_(layout, (None, None, 0))
+        return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, layout, tile)
+
+    def shared_storage(self):
+        c = self.config
+
+        @cute.struct
+        class Storage:
+            q_full: cute.struct.MemRange[Int64, c.warpgroups * c.q_stages]
+            q_empty: cute.struct.MemRange[Int64, c.warpgroups * c.q_stages]
+            k_full: cute.struct.MemRange[Int64, c.k_stages]
+            k_empty: cute.struct.MemRange[Int64, c.k_stages]
+            v_full: cute.struct.MemRange[Int64, c.v_stages]
+            v_empty: cute.struct.MemRange[Int64, c.v_stages]
+            v_landed: cute.struct.MemRange[Int64, 1]
+            work_full: cute.struct.MemRange[Int64, WORK_SLOTS]
+            work_empty: cute.struct.MemRange[Int64, WORK_SLOTS]
+            work: cute.struct.MemRange[Int32, 8 * WORK_SLOTS]
+            failed: cute.struct.MemRange[Int32, WORK_SLOTS]
+            q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(self.q_layout())], 1024]
+            k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(self.k_layout())], 1024]
+            v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(self.v_layout())], 1024]
+
+        return Storage
+
+    # ---- the kernel ----
+
+    @cute.kernel
+    def kernel(
+        self,
+        q_atom: cute.CopyAtom,
+        q_tensor: cute.Tensor,
+        k_atom: cute.CopyAtom,
+        k_tensor: cute.Tensor,
+        v_atom: cute.CopyAtom,
+        v_tensor: cute.Tensor,
+        operands: Operands,
+    ):
+        c = self.config
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        storage = cutlass.utils.SmemAllocator().allocate(self.shared_storage())
+        q_layout, k_layout, v_layout = self.q_layout(), self.k_layout(), self.v_layout()
+        shared_q = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
+        shared_k = storage.k.get_tensor(k_layout.outer, swizzle=k_layout.inner)
+        shared_v = storage.v.get_tensor(v_layout.outer, swizzle=v_layout.inner)
+
+        if warp == 0:
+            for atom in (q_atom, k_atom, v_atom):
+                cpasync.prefetch_descriptor(atom)
+            with cute.arch.elect_one():
+                for w in range(c.warpgroups):
+                    at = w * c.q_stages
+                    ring.init(storage.q_full.data_ptr() + at, storage.q_empty.data_ptr() + at, c.q_stages, 4)
+                warps = 4 * c.warpgroups
+                ring.init(storage.k_full.data_ptr(), storage.k_empty.data_ptr(), c.k_stages, warps)
+                ring.init(storage.v_full.data_ptr(), storage.v_empty.data_ptr(), c.v_stages, warps)
+                ring.init(storage.work_full.data_ptr(), storage.work_empty.data_ptr(), WORK_SLOTS, warps)
+                cute.arch.mbarrier_init(storage.v_landed.data_ptr(), 1)
+                failed = storage.failed.get_tensor(cute.make_layout(WORK_SLOTS))
+                for slot in range(WORK_SLOTS):
+                    failed[slot] = Int32(0)
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(c.registers[0])
+            if warp == 0:
+                self.load(
+                    storage,
+                    (q_atom, k_atom, v_atom),
+                    (q_tensor, k_tensor, v_tensor),
+                    (shared_q, shared_k, shared_v),
+                    operands,
+                )
+        else:
+            cute.arch.setmaxregister_increase(c.registers[1])
+            self.compute(storage, shared_q, shared_k, shared_v, operands)
+
+    # ---- what both sides know about a tile ----
+
+    def key_blocks(self, first: Int32, count: int, seqlen_q, seqlen_k, operands) -> tuple[Int32, Int32]:
+        """Blocks of keys [low, high) that some of the query positions [first, first + count) see."""
+        c = self.config
+        last = ptx.least(first + count, seqlen_q) - 1
+        offset = seqlen_k - seqlen_q
+        until, since = seqlen_k, Int32(0)
+        if c.bounded_right:
+            until = ptx.least(until, last + offset + operands.window_right + 1)
+        if c.bounded_left:
+            since = ptx.most(since, first + offset - operands.window_left)
+        until = ptx.most(until, Int32(0))
+        high = (until + c.tile_n - 1) // c.tile_n
+        low = since // c.tile_n
+        visible = (until > since) & (first < seqlen_q)
+        return low, ptx.choose(visible, high, low)
+
+    # ---- load warp ----
+
+    @cute.jit
+    def load(self, storage, atoms, tensors, shared, operands):
+        """Hands out tiles and feeds the rings: one warp.
+
+        A tile is published in a work slot, then its Q, K and V are copied, as far ahead of the warpgroups as
+        slots and stages allow.  A slot that comes back with a failed verdict is published again, to be done the
+        exact way; the last slots are awaited for their verdicts before the end is announced."""
+        c = self.config
+        batch, heads_q, heads_kv, max_q, max_k = operands.shape
+        lane = cute.arch.lane_idx()
+        work = storage.work.get_tensor(cute.make_layout((8, WORK_SLOTS)))
+        failed = storage.failed.get_tensor(cute.make_layout(WORK_SLOTS))
+        slots = Ring(storage.work_full.data_ptr(), storage.work_empty.data_ptr(), WORK_SLOTS, True)
+        q_rings = [
+            Ring(
+                storage.q_full.data_ptr() + w * c.q_stages,
+                storage.q_empty.data_ptr() + w * c.q_stages,
+                c.q_stages,
+                True,
+            )
+            for w in range(c.warpgroups)
+        ]
+        k_ring = Ring(storage.k_full.data_ptr(), storage.k_empty.data_ptr(), c.k_stages, True)
+        v_ring = Ring(storage.v_full.data_ptr(), storage.v_empty.data_ptr(), c.v_stages, True)
+
+        tile_heads = heads_kv if cutlass.const_expr(c.pack_heads > 1) else heads_q
+        block, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        info = cute.make_rmem_tensor((8,), Int32)  # the tile in hand, in the words of a work slot
+        short_v_phase = cute.make_rmem_tensor((1,), Int32)
+        short_v_phase[0] = Int32(0)
+        verdicts = WORK_SLOTS if cutlass.const_expr(c.softmax == "held") else 1
+        tile = block  # the first tile is the block's own, the rest come from the counter
+        settled = Int32(0)  # slots in a row that came back with nothing left to do
+        kind = Int32(TILE)
+        while kind != END:
+            slots.wait_empty()
+            slot = slots.stage
+            again = Int32(0)
+            if cutlass.const_expr(c.softmax == "held"):
+                again = failed[slot]
+            if again != 0:
+                for i in cutlass.range_constexpr(8):
+                    info[i] = work[i, slot]
+                kind = Int32(EXACT)
+                settled = Int32(0)
+            else:
+                kind = self.find_tile(tile, tile_heads, operands, info, lane)
+                if kind == TILE:
+                    tile = self.next_tile(tile, blocks, operands, lane)
+                else:
+                    settled = settled + 1
+                    if settled == verdicts:
+                        kind = Int32(END)
+            if lane == 0:
+                work[KIND, slot] = kind
+                for i in cutlass.range_constexpr(1, 8):
+                    work[i, slot] = info[i]
+                failed[slot] = Int32(0)
+                cute.arch.mbarrier_arrive(slots.full + slot)
+            cute.arch.sync_warp()
+            slots.advance()
+            if (kind == TILE) | (kind == EXACT):
+                self.load_tile(
+                    info, q_rings, k_ring, v_ring, atoms, tensors, shared, storage, operands, lane, short_v_phase
+                )
+
+    @cute.jit
+    def find_tile(self, tile, heads, operands, info, lane):
+        """Where tile number `tile` lies, into `info`; the answer is TILE, or NOTHING behind the last one."""
+        c = self.config
+        batch, _, _, max_q, max_k = operands.shape
+        kind = Int32(NOTHING)
+        rows = c.positions * c.warpgroups
+        if cutlass.const_expr(not (c.packed_q or c.seqused_q)):
+            m_blocks = cute.ceil_div(max_q, rows)
+            if tile < m_blocks * heads * batch:
+                kind = Int32(TILE)
+                section = tiles.section_heads(2 * max_k * (c.head_dim + c.head_dim_v), heads * batch)
+                m_block, head = tiles.place(tile, m_blocks, heads * batch, section)
+                b = head // heads
+                info[M_BLOCK] = m_block
+                info[HEAD] = head - b * heads
+                info[BATCH] = b
+                info[SEQLEN_Q] = max_q
+                info[FIRST_Q] = Int32(0)
+                self.find_keys(info, operands)
+        else:
+            # Sequences differ: 32 at a time, lane i counts the tiles of sequence `first + i`.
+            first, before = Int32(0), Int32(0)
+            while (kind == NOTHING) & (first < batch):
+                b = first + lane
+                length, begin = self.query_span(b, operands)
+                m_blocks = cute.ceil_div(length, rows)
+                count = m_blocks * heads
+                through = count
+                for step in cutlass.range_constexpr(5):
+                    lower = cute.arch.shuffle_sync_up(through, offset=1 << step, mask_and_clamp=0)
+                    if lane >= (1 << step):
+                        through = through + lower
+                total = cute.arch.shuffle_sync(through, 31)
+                if tile < before + total:
+                    kind = Int32(TILE)
+                    ahead = cute.arch.vote_ballot_sync(before + through <= tile)
+                    owner = cute.arch.popc(ahead)
+                    start = before + cute.arch.shuffle_sync(through - count, owner)
+                    info[BATCH] = first + owner
+                    info[SEQLEN_Q] = cute.arch.shuffle_sync(length, owner)
+                    info[FIRST_Q] = cute.arch.shuffle_sync(begin, owner)
+                    self.find_keys(info, operands)
+                    section = tiles.section_heads(2 * info[SEQLEN_K] * (c.head_dim + c.head_dim_v), heads)
+                    m_block, head = tiles.place(
+                        tile - start, cute.arch.shuffle_sync(m_blocks, owner), heads, section
+                    )
+                    info[M_BLOCK] = m_block
+                    info[HEAD] = head
+                first = first + 32
+                before = before + total
+        return kind
+
+    @cute.jit
+    def query_span(self, b, operands):
+        """Length and first row of sequence b's queries; 0 behind the last sequence."""
+        c = self.config
+        batch, _, _, max_q, _ = operands.shape
+        length, begin = Int32(0), Int32(0)
+        if b < batch:
+            length = Int32(max_q)
+            if cutlass.const_expr(c.packed_q):
+                begin = operands.cu_seqlens_q[b]
+                length = operands.cu_seqlens_q[b + 1] - begin
+            if cutlass.const_expr(c.seqused_q):
+                length = operands.seqused_q[b]
+        return length, begin
+
+    @cute.jit
+    def find_keys(self, info, operands):
+        """Length and first row of the keys of the sequence in `info`."""
+        c = self.config
+        b = info[BATCH]
+        info[SEQLEN_K] = Int32(operands.shape[4])
+        info[FIRST_K] = Int32(0)
+        if cutlass.const_expr(c.packed_k):
+            info[FIRST_K] = operands.cu_seqlens_k[b]
+            info[SEQLEN_K] = operands.cu_seqlens_k[b + 1] - info[FIRST_K]
+        if cutlass.const_expr(c.seqused_k):
+            info[SEQLEN_K] = operands.seqused_k[b]
+
+    @cute.jit
+    def next_tile(self, tile, blocks, operands, lane):
+        """The block's next tile: from the counter, which hands out what lies behind the blocks' first tiles."""
+        following = tile + blocks
+        if cutlass.const_expr(self.config.dynamic):
+            taken = Int32(0)
+            if lane == 0:
+                taken = cute.arch.atomic_add(operands.tile_counter.iterator, Int32(1))
+            following = blocks + cute.arch.shuffle_sync(taken, 0)
+        return following
+
+    @cute.jit
+    def load_tile(
+        self, words, q_rings, k_ring, v_ring, atoms, tensors, shared, storage, operands, lane, short_v_phase
+    ):
+        """Q, then K one block ahead of V, from the last block to the first."""
+        c = self.config
+        _, heads_q, heads_kv, _, _ = operands.shape
+        m_block, head, b = words[M_BLOCK], words[HEAD], words[BATCH]
+        seqlen_q, seqlen_k = words[SEQLEN_Q], words[SEQLEN_K]
+        head_kv = head if cutlass.const_expr(c.pack_heads > 1) else head // (heads_q // heads_kv)
+
+        q, k, v = tensors
+        q = q[None, None, head] if cutlass.const_expr(c.packed_q) else q[None, None, head, b]
+        if cutlass.const_expr(c.packed_q):
+            at = (0, words[FIRST_Q]) if cutlass.const_expr(c.pack_heads > 1) else words[FIRST_Q]
+            q = cute.domain_offset((at, 0), q)
+        if cutlass.const_expr(c.packed_k):
+            k = cute.domain_offset((words[FIRST_K], 0), k[None, None, head_kv])
+            v = cute.domain_offset((0, words[FIRST_K]), v[None, None, head_kv])
+        else:
+            k, v = k[None, None, head_kv, b], v[None, None, head_kv, b]
+        shared_q, shared_k, shared_v = shared
+        rows = ROWS
+        if cutlass.const_expr(c.pack_heads > 1):
+            rows = (c.pack_heads, c.positions)
+            if cutlass.const_expr(c.pack_heads * c.positions < ROWS):
+                shared_q = cute.make_tensor(
+                    shared_q.iterator,
+                    cute.composition(
+                        shared_q.layout,
+                        cute.make_layout(
+                            (c.pack_heads * c.positions, c.tile_d, c.warpgroups * c.q_stages),
+                            stride=(1, ROWS, ROWS * c.tile_d),
+                        ),
+                    ),
+                )
+        q_tile = ((0, None), 0) if cutlass.const_expr(c.pack_heads > 1) else (None, 0)
+        q_to, q_from = partition(atoms[0], shared_q, cute.local_tile(q, (rows, c.tile_d), q_tile))
+        k_to, k_from = partition(atoms[1], shared_k, cute.local_tile(k, (c.tile_n, c.tile_d), (None, 0)))
+        v_to, v_from = partition(atoms[2], shared_v, cute.local_tile(v, (c.tile_d_v, c.tile_n), (0, None)))
+
+        positions = c.positions * c.warpgroups
+        low, high = self.key_blocks(m_block * positions, positions, seqlen_q, seqlen_k, operands)
+        if high > low:
+            j = high - 1
+            for w in cutlass.range_constexpr(c.warpgroups):
+                q_ring = q_rings[w]
+                q_ring.wait_empty()
+                fill(
+                    atoms[0],
+                    q_from[None, m_block * c.warpgroups + w],
+                    q_to[None, w * c.q_stages + q_ring.stage],
+                    q_ring.full + q_ring.stage,
+                    2 * c.pack_heads * c.positions * c.tile_d,
+                )
+                q_ring.advance()
+                if cutlass.const_expr(w == 0):
+                    self.load_block(atoms[1], k_from, k_to, k_ring, j, 2 * c.tile_n * c.tile_d)
+            v_bytes = 2 * c.tile_n * c.tile_d_v
+            if cutlass.const_expr(c.packed_k or c.seqused_k):
+                # What lies behind the last key is another sequence's or nobody's: it must not reach P V as
+                # 0 * NaN.  Zeros go there before the stage is called full.
+                if j > low:
+                    self.load_block(atoms[1], k_from, k_to, k_ring, j - 1, 2 * c.tile_n * c.tile_d)
+                if (j + 1) * c.tile_n > seqlen_k:
+                    self.load_short_v(
+                        atoms[2], v_from, v_to, v_ring, j, seqlen_k, storage, lane, short_v_phase
+                    )
+                else:
+                    self.load_block(atoms[2], v_from, v_to, v_ring, j, v_bytes)
+                j = j - 1
+            while j >= low:
+                if j > low:
+                    self.load_block(atoms[1], k_from, k_to, k_ring, j - 1, 2 * c.tile_n * c.tile_d)
+                self.load_block(atoms[2], v_from, v_to, v_ring, j, v_bytes)
+                j = j - 1
+
+    def load_block(self, atom, source, target, into: Ring, j: Int32, size: int) -> None:
+        into.wait_empty()
+        fill(atom, source[None, j], target[None, into.stage], into.full + into.stage, size)
+        into.advance()
+
+    @cute.jit
+    def load_short_v(self, atom, source, target, v_ring, j, seqlen_k, storage, lane, short_v_phase):
+        """A V block that ends before its stage does: copied, then cleared behind the last key."""
+        c = self.config
+        v_ring.wait_empty()
+        stage = v_ring.stage
+        landed = storage.v_landed.data_ptr()
+        fill(atom, source[None, j], target[None, stage], landed, 2 * c.tile_n * c.tile_d_v)
+        phase = short_v_phase[0]
+        cute.arch.mbarrier_wait(landed, phase)
+        short_v_phase[0] = phase ^ 1
+        plain = self.v_layout().outer
+        base = storage.v.data_ptr()
+        chunks = c.tile_d_v // 8
+        i = (seqlen_k - j * c.tile_n) * chunks + lane
+        while i < c.tile_n * chunks:
+            at = cute.crd2idx((8 * (i % chunks), i // chunks, stage), plain)
+            ptx.zero_16_shared_bytes(base + at)
+            i = i + 32
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        if lane == 0:
+            cute.arch.mbarrier_arrive(v_ring.full + stage)
+        v_ring.advance()
+
+    # ---- compute warpgroups ----
+
+    @cute.jit
+    def compute(self, storage, shared_q, shared_k, shared_v, operands):
+        """Scores, softmax, output: each warpgroup works on its own 64 rows of the tile, at its own pace."""
+        c = self.config
+        thread, _, _ = cute.arch.thread_idx()
+        thread = thread % WARPGROUP
+        group = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 - 1
+        lane = cute.arch.lane_idx()
+
+        scores_mma = make_mma(self.dtype, (ROWS, c.tile_n), OperandMajorMode.K, warpgroup.OperandSource.SMEM)
+        out_mma = make_mma(self.dtype, (ROWS, c.tile_d_v), OperandMajorMode.MN, warpgroup.OperandSource.RMEM)
+        a, b = scores_mma.get_slice(thread), out_mma.get_slice(thread)
+        q = a.make_fragment_A(a.partition_A(shared_q))
+        k = a.make_fragment_B(a.partition_B(shared_k))
+        v = b.make_fragment_B(b.partition_B(shared_v))
+        scores = a.make_fragment_C(a.partition_shape_C((ROWS, c.tile_n)))
+        out = b.make_fragment_C(b.partition_shape_C((ROWS, c.tile_d_v)))
+        words = [cute.make_rmem_tensor((c.tile_n // 4,), Int32) for _ in range(max(c.overlap, 1))]
+        probabilities = [
+            cute.make_tensor(
+                cute.recast_ptr(buffer.iterator, dtype=self.dtype),
+                cute.make_layout(((2, 2, 2), 1, c.tile_n // 16), stride=((1, 2, 4), 0, 8)),
+            )
+            for buffer in words
+        ]
+        q_ring = Ring(
+            storage.q_full.data_ptr() + group * c.q_stages,
+            storage.q_empty.data_ptr() + group * c.q_stages,
+            c.q_stages,
+            False,
+        )
+        k_ring = Ring(storage.k_full.data_ptr(), storage.k_empty.data_ptr(), c.k_stages, False)
+        v_ring = Ring(storage.v_full.data_ptr(), storage.v_empty.data_ptr(), c.v_stages, False)
+        slots = Ring(storage.work_full.data_ptr(), storage.work_empty.data_ptr(), WORK_SLOTS, False)
+        work = storage.work.get_tensor(cute.make_layout((8, WORK_SLOTS)))
+        failed = storage.failed.get_tensor(cute.make_layout(WORK_SLOTS))
+        scale = operands.softmax_scale * ptx.LOG2_E
+        if cutlass.const_expr(c.softcap):
+            scale = Float32(ptx.LOG2_E)
+        state = RowState(scale, self.dtype, c.rounded_sum)
+        side = Warpgroup(
+            self,
+            group,
+            thread,
+            lane,
+            (scores_mma, out_mma),
+            (q, k, v),
+            (scores, out, words, probabilities),
+            (q_ring, k_ring, v_ring),
+            state,
+            operands,
+        )
+
+        kind = Int32(TILE)
+        while kind != END:
+            slots.wait_full()
+            slot = slots.stage
+            kind = work[KIND, slot]
+            if (kind == TILE) | (kind == EXACT):
+                info = work[None, slot]  # read where needed: registers are dear in between
+                side.tile(info, kind == EXACT)
+                bad = side.finish(info)
+                if cutlass.const_expr(c.softmax == "held"):
+                    if cute.arch.vote_any_sync(bad):
+                        failed[slot] = Int32(1)
+            cute.arch.sync_warp()
+            if lane == 0:
+                cute.arch.mbarrier_arrive(storage.work_empty.data_ptr() + slot)
+            slots.advance()
+
+
+class Warpgroup(Fixture):
+    """The place of one compute warpgroup: its operands, registers and rings."""
+
+    def __init__(self, kernel, group, thread, lane, mmas, fragments, registers, rings, state, operands):
+        self.kernel, self.config = kernel, kernel.config
+        self.group, self.thread, self.lane = group, thread, lane
+        self.scores_mma, self.out_mma = mmas
+        self.q, self.k, self.v = fragments
+        self.scores, self.out, self.words, self.probabilities = registers
+        self.q_ring, self.k_ring, self.v_ring = rings
+        self.state = state
+        self.operands = operands
+
+    # ---- products ----
+
+    def multiply_k(self) -> None:
+        """Issue S = Q K^T on the next K stage."""
+        self.k_ring.wait_full()
+        warpgroup.fence()
+        q = self.q[None, None, None, self.group * self.config.q_stages + self.q_ring.stage]
+        gemm(self.scores_mma, self.scores, q, self.k[None, None, None, self.k_ring.stage], fresh=True)
+        warpgroup.commit_group()
+
+    def multiply_v(self, at_hand: int) -> None:
+        """Issue O += P V on the next V stage."""
+        self.v_ring.wait_full()
+        warpgroup.fence()
+        v = self.v[None, None, None, self.v_ring.stage]
+        gemm(self.out_mma, self.out, self.probabilities[at_hand], v, fresh=False)
+        warpgroup.commit_group()
+        self.v_ring.advance()
+
+    @cute.jit
+    def release_v(self, behind: cutlass.Constexpr[int]):
+        """This warp has read the V stage `behind` places before the next one."""
+        if self.lane == 0:
+            cute.arch.mbarrier_arrive(self.v_ring.empty + self.v_ring.before(behind))
+
+    @cute.jit
+    def release(self, of: Ring):
+        """This warp has read the stage."""
+        if self.lane == 0:
+            cute.arch.mbarrier_arrive(of.empty + of.stage)
+        of.advance()
+
+    # ---- one tile ----
+
+    @cute.jit
+    def tile(self, info, exact):
+        """The tile's products: leaves `out` and the row sums undivided."""
+        c = self.config
+        seqlen_q, seqlen_k = info[SEQLEN_Q], info[SEQLEN_K]
+        rows = c.positions * c.warpgroups
+        low, high = self.kernel.key_blocks(info[M_BLOCK] * rows, rows, seqlen_q, seqlen_k, self.operands)
+        first = info[M_BLOCK] * rows + self.group * c.positions
+        own_low, own_high = self.kernel.key_blocks(first, c.positions, seqlen_q, seqlen_k, self.operands)
+        positions, _, _ = self.rows(info)
+        offset = seqlen_k - seqlen_q
+
+        self.out.fill(0.0)
+        self.state.start()
+        limits = self.limits(positions, offset, seqlen_k)
+        if high > low:
+            self.q_ring.wait_full()
+            j = high - 1
+            while j >= own_high:  # blocks that only later rows of the tile see
+                self.pass_block()
+                j = j - 1
+            if own_high > own_low:
+                if exact:
+                    self.exactly(j, own_low, limits)
+                else:
+                    self.fast(j, own_low, first, offset, seqlen_k, limits)
+                j = own_low - 1
+            else:
+                self.release(self.q_ring)
+            while j >= low:  # blocks that only earlier rows of the tile see
+                self.pass_block()
+                j = j - 1
+
+    def rows(self, info):
+        """Query position and head of this thread's two rows, and whether they exist."""
+        c = self.config
+        first = (info[M_BLOCK] * c.warpgroups + self.group) * c.positions
+        positions, heads, valid = [], [], []
+        for half in range(2):
+            row = self.thread // 32 * 16 + self.lane // 4 + 8 * half
+            position, head = first + row, info[HEAD]
+            there = position < info[SEQLEN_Q]
+            if c.pack_heads > 1:
+                position = first + row // c.pack_heads
+                head = info[HEAD] * c.pack_heads + row % c.pack_heads
+                there = (position < info[SEQLEN_Q]) & (row < c.pack_heads * c.positions)
+            positions.append(position)
+            heads.append(head)
+            valid.append(there)
+        return positions, heads, valid
+
+    def limits(self, positions, offset, seqlen_k):
+        """The keys each row sees: [low, high); low is None without a left bound."""
+        c = self.config
+        high = [seqlen_k, seqlen_k]
+        low = None
+        if c.bounded_right:
+            reach = offset + self.operands.window_right + 1
+            high = [ptx.least(seqlen_k, p + reach) for p in positions]
+        if c.bounded_left:
+            low = [p + offset - self.operands.window_left for p in positions]
+        return low, high
+
+    @cute.jit
+    def pass_block(self):
+        """A block that none of this warpgroup's rows sees."""
+        self.k_ring.wait_full()
+        self.release(self.k_ring)
+        self.v_ring.wait_full()
+        self.release(self.v_ring)
+
+    def visible(self, j, limits, masked: bool) -> None:
+        """Softcap and mask on the scores of block j."""
+        c = self.config
+        if c.softcap:
+            softmax.cap(self.scores, self.operands.softmax_scale, self.operands.softcap)
+        if masked:
+            low, high = limits
+            softmax.mask(self.scores, j * c.tile_n + self.lane % 4 * 2, low, high)
+
+    @cute.jit
+    def fast(self, j, low, first, offset, seqlen_k, limits):
+        """Blocks j to low: the first one, then three loops: cut on the right, whole, cut on the left."""
+        c = self.config
+        until, clear_low = seqlen_k, low
+        if cutlass.const_expr(c.bounded_right):
+            until = ptx.least(until, first + offset + self.operands.window_right + 1)
+        clear_high = ptx.most(until, Int32(0)) // c.tile_n
+        if cutlass.const_expr(c.bounded_left):
+            since = first + c.positions - 1 + offset - self.operands.window_left
+            clear_low = (ptx.most(since, Int32(0)) + c.tile_n - 1) // c.tile_n
+
+        self.multiply_k()
+        warpgroup.wait_group(0)
+        self.release(self.k_ring)
+        self.visible(j, limits, True)
+        if cutlass.const_expr(c.softmax == "held"):
+            self.state.hold(self.scores)
+        else:
+            self.state.raise_reference(self.scores)
+        self.state.exponentials(self.scores)
+        self.state.pack(self.scores, self.words[0])
+        j = j - 1
+        if cutlass.const_expr(c.bounded_right):
+            j = self.steps(j, ptx.most(clear_high, clear_low), limits, True)
+        j = self.steps(j, clear_low, limits, False)
+        if cutlass.const_expr(c.bounded_left):
+            j = self.steps(j, low, limits, True)
+        self.release(self.q_ring)
+        self.multiply_v(0)
+        warpgroup.wait_group(0)
+        self.release_v(1)
+
+    @cute.jit
+    def steps(self, j, low, limits, masked: cutlass.Constexpr[bool]):
+        """Blocks j to low; the answer is the first block that remains."""
+        if cutlass.const_expr(self.config.overlap == 2):
+            begun = j
+            while j > low:
+                self.step(j, limits, masked, 0, 1, j != begun)
+                self.step(j - 1, limits, masked, 1, 0, True)
+                j = j - 2
+            if begun > low:
+                warpgroup.wait_group(0)
+                self.release_v(1)
+        while j >= low:
+            self.step(j, limits, masked, 0, 0, False)
+            j = j - 1
+        return j
+
+    @cute.jit
+    def step(
+        self,
+        j,
+        limits,
+        masked: cutlass.Constexpr[bool],
+        at_hand: cutlass.Constexpr[int],
+        into: cutlass.Constexpr[int],
+        pending,
+    ):
+        """Scores and probabilities of block j beside the output of block j + 1, whose probabilities are at hand.
+
+        With two buffers of probabilities nothing waits for the product with V that was just issued: only the
+        one before it, if one is `pending`, is known to be done.  With one buffer the product must finish before
+        P is overwritten, after the exponentials; without overlap, before the scores are even begun."""
+        c = self.config
+        deep = at_hand != into
+        if cutlass.const_expr(c.overlap > 0):
+            self.multiply_k()
+            self.multiply_v(at_hand)
+            warpgroup.wait_group(1)
+            if cutlass.const_expr(deep):
+                if pending:
+                    self.release_v(2)
+        else:
+            self.multiply_v(at_hand)
+            warpgroup.wait_group(0)
+            self.release_v(1)
+            self.multiply_k()
+            warpgroup.wait_group(0)
+        self.release(self.k_ring)
+        self.visible(j, limits, masked)
+        if cutlass.const_expr(c.softmax == "online"):
+            factors, moved = self.state.raise_reference(self.scores)
+        self.state.exponentials(self.scores)
+        if cutlass.const_expr(c.overlap > 0 and (c.softmax == "online" or not deep)):
+            warpgroup.wait_group(0)
+            self.release_v(1)
+        if cutlass.const_expr(c.softmax == "online"):
+            self.state.rescale(self.out, factors, moved)
+        self.state.pack(self.scores, self.words[into])
+
+    @cute.jit
+    def exactly(self, j, low, limits):
+        """Blocks j to low with a running maximum, nothing overlapped: for tiles that a held maximum failed."""
+        while j >= low:
+            self.multiply_k()
+            warpgroup.wait_group(0)
+            self.release(self.k_ring)
+            self.visible(j, limits, True)
+            self.state.raise_to(self.scores, self.out)
+            self.state.exponentials(self.scores)
+            self.state.pack(self.scores, self.words[0])
+            self.multiply_v(0)
+            warpgroup.wait_group(0)
+            self.release_v(1)
+            j = j - 1
+        self.release(self.q_ring)
+
+    @cute.jit
+    def finish(self, info):
+        """Divide by the row sums and store; the answer is True where a held maximum failed a row."""
+        c = self.config
+        state, operands = self.state, self.operands
+        positions, heads, valid = self.rows(info)
+        state.finish()
+        bad = Boolean(False)
+        if cutlass.const_expr(c.softmax == "held"):
+            for half in cutlass.range_constexpr(2):
+                bad = bad | (valid[half] & ~state.in_bounds(half))
+        pointers = []
+        for half in cutlass.range_constexpr(2):
+            down = Float32(1.0)
+            if cutlass.const_expr(c.sink):
+                down = state.add_sink(half, self.sink_of(heads[half], valid[half]))
+            total = state.sum[half]
+            factor = ptx.choose(total == 0.0, Float32(0.0), down * cute.arch.rcp_approx(total))
+            for i in cutlass.range_constexpr(cute.size(self.out)):
+                if cutlass.const_expr(i // 2 % 2 == half):
+                    self.out[i] = self.out[i] * factor
+            if cutlass.const_expr(c.packed_q):
+                row = operands.out[info[FIRST_Q] + positions[half], heads[half], None]
+            else:
+                row = operands.out[info[BATCH], positions[half], heads[half], None]
+            pointers.append(row.iterator)
+            if cutlass.const_expr(c.lse):
+                if valid[half] & (self.lane % 4 == 0):
+                    value = (state.reference[half] + ptx.log2(total)) * ptx.LN_2
+                    if cutlass.const_expr(c.packed_q):
+                        operands.lse[heads[half], info[FIRST_Q] + positions[half]] = value
+                    else:
+                        operands.lse[info[BATCH], heads[half], positions[half]] = value
+        store_rows(self.out, pointers, valid, c.head_dim_v, self.kernel.dtype, self.lane)
+        return bad
+
+
+    @cute.jit
+    def sink_of(self, head, valid):
+        """The head's sink, in log2 units."""
+        sink = Float32(0.0)
+        if valid:
+            sink = Float32(self.operands.sink[head]) * ptx.LOG2_E
+        return sink
+
+
+def argument_names(config: ForwardConfig) -> list[str]:
+    """Arguments of the compiled kernel, in call order."""
+    used = {
+        "lse": config.lse,
+        "cu_seqlens_q": config.packed_q,
+        "cu_seqlens_k": config.packed_k,
+        "seqused_q": config.seqused_q,
+        "seqused_k": config.seqused_k,
+        "max_seqlen_q": config.packed_q,
+        "max_seqlen_k": config.packed_k,
+        "sink": config.sink,
+        "window_left": config.bounded_left,
+        "window_right": config.bounded_right,
+        "softcap": config.softcap,
+        "tile_counter": config.dynamic,
+    }
+    names = ["q", "k", "v", "out", "lse", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"]
+    names += ["max_seqlen_q", "max_seqlen_k", "sink", "softmax_scale", "window_left", "window_right"]
+    names += ["softcap", "tile_counter", "num_blocks", "stream"]
+    return [name for name in names if used.get(name, True)]
+
+
+def fake_arguments(config: ForwardConfig) -> dict[str, Any]:
+    """What `argument_names` names, in types that a kernel is compiled for.
+
+    q, k, v, out have any strides whose last is 1 and whose others are multiples of 8 elements (16 bytes).
+    `tile_counter` is one int32 that starts at 0 and that every launch leaves at 0: launches that may run at
+    the same time need one each.  `num_blocks` is how many blocks the device runs at once."""
+    dtype = DTYPES[config.dtype]
+    batch, heads_q, heads_kv = (cute.sym_int() for _ in range(3))
+    seqlen_q, seqlen_k = cute.sym_int(), cute.sym_int()
+
+    def rows(length, heads, dim, packed: bool):
+        shape = (length, heads, dim) if packed else (batch, length, heads, dim)
+        stride = tuple(cute.sym_int64(divisibility=8) for _ in shape[:-1]) + (1,)
+        return make_fake_tensor(dtype, shape, stride, assumed_align=16)
+
+    def vector(kind, *shape):
+        stride = tuple(cute.sym_int64() for _ in shape[:-1]) + (1,)
+        return make_fake_tensor(kind, shape, stride, assumed_align=4)
+
+    all_arguments = {
+        "q": rows(seqlen_q, heads_q, config.head_dim, config.packed_q),
+        "k": rows(seqlen_k, heads_kv, config.head_dim, config.packed_k),
+        "v": rows(seqlen_k, heads_kv, config.head_dim_v, config.packed_k),
+        "out": rows(seqlen_q, heads_q, config.head_dim_v, config.packed_q),
+        "lse": vector(Float32, *((heads_q, seqlen_q) if config.packed_q else (batch, heads_q, seqlen_q))),
+        "cu_seqlens_q": vector(Int32, cute.sym_int()),
+        "cu_seqlens_k": vector(Int32, cute.sym_int()),
+        "seqused_q": vector(Int32, cute.sym_int()),
+        "seqused_k": vector(Int32, cute.sym_int()),
+        "max_seqlen_q": Int32(0),
+        "max_seqlen_k": Int32(0),
+        "sink": vector(Float32, heads_q),
+        "softmax_scale": Float32(0.0),
+        "window_left": Int32(0),
+        "window_right": Int32(0),
+        "softcap": Float32(0.0),
+        "tile_counter": vector(Int32, 1),
+        "num_blocks": Int32(0),
+        "stream": make_fake_stream(use_tvm_ffi_env_stream=True),
+    }
+    return {name: all_arguments[name] for name in argument_names(config)}
+
+
+# ---- small pieces ----
+
+
+def q_head_mode(config: ForwardConfig) -> int:
+    return 1 if config.packed_q else 2
+
+
+def k_head_mode(config: ForwardConfig) -> int:
+    return 1 if config.packed_k else 2
+
+
+def make_mma(dtype, shape, b_major, a_source):
+    return hopper.make_trivial_tiled_mma(
+        dtype, dtype, OperandMajorMode.K, b_major, Float32, (1, 1, 1), shape, a_source
+    )
+
+
+def gemm(mma, out, a, b, fresh: bool) -> None:
+    """Issue out (+)= a b; `fresh` starts from zero."""
+    atom = cute.make_mma_atom(mma.op)  # an atom of its own: the accumulate flag is state
+    atom.set(warpgroup.Field.ACCUMULATE, not fresh)
+    for i in range(cute.size(a, mode=[2])):
+        cute.gemm(atom, out, a[None, None, i], b[None, None, i], out)
+        atom.set(warpgroup.Field.ACCUMULATE, True)
+
+
+def partition(atom, shared, source):
+    """A copy's two sides, by stage and by tile."""
+    return cpasync.tma_partition(
+        atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(source, 0, 2)
+    )
+
+
+def fill(atom, source, target, full: cute.Pointer, size: int) -> None:
+    """Start one copy that completes `full`."""
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(full, size)
+    cute.copy(atom, source, target, tma_bar_ptr=full)
