@@ -102,6 +102,12 @@ def _make(job: Job, key: Key, roots: list[Path], worker: Worker, *, spare: bool 
     """Compile into the first root that has room; with `spare`, a private temporary folder is the last of
     them.
     """
+    if key.dsl is None:
+        raise CompileError(
+            f"{job.kernel} for {job.arch} isn't compiled yet, and compiling needs nvidia-cutlass-dsl, which "
+            "isn't installed; make a folder with `coflash compile` elsewhere and name it in "
+            "COFLASH_CACHE_READONLY"
+        )
     reasons = []
     for root in roots:
         try:
@@ -120,8 +126,8 @@ def _make(job: Job, key: Key, roots: list[Path], worker: Worker, *, spare: bool 
             reasons.append(error)
         else:
             warnings.warn(
-                f"the compiled kernel {job.kernel} could not be kept on disk and will be compiled again by the next "
-                f"process: {reasons[0]}",
+                f"the compiled kernel {job.kernel} could not be kept on disk; "
+                f"the next process will compile it again: {reasons[0]}",
                 RuntimeWarning,
                 stacklevel=4,
             )

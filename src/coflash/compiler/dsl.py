@@ -108,30 +108,26 @@ def compile_to(directory: str | os.PathLike[str], kernel_name: str, config: Any,
 
 
 def _run_dsl(kernel_name: str, config: Any, arch: str) -> tuple[tuple[str, ...], Any, str]:
-    if dsl_version() is None:
-        raise CompileError(
-            f"compiling {kernel_name} for {arch} needs nvidia-cutlass-dsl, which isn't installed; without it, "
-            "use a folder made by `coflash compile` and named in COFLASH_CACHE_READONLY"
-        )
-    with _excepthook_kept():
+    log = io.StringIO()
+    with (
+        _excepthook_kept(),
+        tempfile.TemporaryDirectory(prefix="coflash-") as dump,
+        contextlib.redirect_stderr(log),
+    ):
         import cutlass.cute as cute
 
         module_name, class_name = locate(kernel_name)
         module = importlib.import_module(module_name)
-        fake_arguments = dict(module.fake_arguments(config))
-        host_function = getattr(module, class_name)(config)
-        log = io.StringIO()
-        with tempfile.TemporaryDirectory(prefix="coflash-") as dump, contextlib.redirect_stderr(log):
-            options = (
-                f"--enable-tvm-ffi --gpu-arch {arch} --generate-line-info "
-                f"--keep-ptx --keep-cubin --dump-dir {dump} remarks{{ptx}}"
-            )
-            try:
-                compiled = cute.compile(host_function, *fake_arguments.values(), options=options)
-            except Exception as error:
-                raise CompileError(
-                    f"{kernel_name} for {arch}, {config}:\n{error}\n{log.getvalue()}"
-                ) from error
+        options = (
+            f"--enable-tvm-ffi --gpu-arch {arch} --generate-line-info "
+            f"--keep-ptx --keep-cubin --dump-dir {dump} remarks{{ptx}}"
+        )
+        try:
+            fake_arguments = dict(module.fake_arguments(config))
+            host_function = getattr(module, class_name)(config)
+            compiled = cute.compile(host_function, *fake_arguments.values(), options=options)
+        except Exception as error:
+            raise CompileError(f"{kernel_name} for {arch}, {config}:\n{error}\n{log.getvalue()}") from error
     names = tuple(name for name in fake_arguments if name != "stream")
     return names, compiled, log.getvalue()
 

@@ -31,6 +31,7 @@ class Resources:
 
 def read(cubin: bytes, log: str = "") -> tuple[Resources, ...]:
     """Resources of every kernel entry in a cubin, in its own order."""
+    log = " ".join(log.split())  # where there are spills the DSL wraps the log for reading
     sections = _sections(cubin)
     symbols = _symbols(sections)
     stack: dict[str, int] = {}
@@ -56,7 +57,7 @@ def read(cubin: bytes, log: str = "") -> tuple[Resources, ...]:
                 threads = x * y * z
         spills = _spills(log, symbol)
         shared = sections.get(".nv.shared." + symbol)
-        barriers = re.search(rf"entry function '{re.escape(symbol)}'.*?used (\d+) barriers", log, re.S)
+        barriers = re.search(rf"entry function '{re.escape(symbol)}'.*?used (\d+) barriers", log)
         found.append(
             Resources(
                 symbol=symbol,
@@ -76,9 +77,8 @@ def read(cubin: bytes, log: str = "") -> tuple[Resources, ...]:
 
 def _spills(log: str, symbol: str) -> tuple[int, int] | None:
     match = re.search(
-        rf"Function properties for {re.escape(symbol)}\s.*?(\d+) bytes spill stores, (\d+) bytes spill loads",
+        rf"Function properties for {re.escape(symbol)} .*?(\d+) bytes spill stores, (\d+) bytes spill loads",
         log,
-        re.S,
     )
     return (int(match.group(1)), int(match.group(2))) if match else None
 

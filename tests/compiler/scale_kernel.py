@@ -7,7 +7,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
-from scaleconfig import ScaleConfig
+from tests.compiler.scale_config import ScaleConfig
 
 
 class Scale:

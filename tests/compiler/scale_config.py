@@ -1,4 +1,6 @@
-"""The config of the tests' kernel, apart from it as the real ones are: importing it doesn't import the DSL."""
+"""The config of the tests' kernel, apart from it as the real ones are: importing it doesn't import the
+DSL.
+"""
 
 from dataclasses import dataclass
 

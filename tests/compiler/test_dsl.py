@@ -1,0 +1,167 @@
+"""The real compiler, on a kernel of a few lines: what it writes, for which processor, and in which
+process.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+
+from tests.compiler.fake_compiler import KERNEL
+from tests.compiler.scale_config import ScaleConfig
+
+from coflash.compiler import CompileError, Job, builder, cache, compile_to, dsl
+
+ARCHS = ("sm_90a", "sm_100a", "sm_103a")
+needs_objdump = pytest.mark.skipif(not shutil.which("objdump"), reason="needs binutils")
+
+
+@pytest.fixture(scope="module", params=ARCHS)
+def compiled(request, tmp_path_factory):
+    return compile_to(tmp_path_factory.mktemp("out"), KERNEL, ScaleConfig(unroll=2), request.param)
+
+
+def test_what_is_written(compiled):
+    assert f".target {compiled.arch}\n" in compiled.ptx.read_text()
+    assert f".entry {compiled.symbol}(" in compiled.ptx.read_text()
+    assert compiled.arguments == ("x", "y", "factor")
+    assert {path.name for path in compiled.directory.iterdir()} == {*cache.FILES, cache.DESCRIPTION}
+    assert json.loads(compiled.json.read_text())["arguments"] == ["x", "y", "factor"]
+
+
+def test_lines_of_the_source_are_in_the_ptx(compiled):
+    assert re.search(r'\.file\s+\d+ ".*tests/compiler/scale_kernel\.py"', compiled.ptx.read_text())
+    assert re.search(r"\.loc\s+\d+ \d+ \d+", compiled.ptx.read_text())
+
+
+def test_resources(compiled):
+    (used,) = compiled.resources
+    assert used.symbol == compiled.symbol
+    assert 8 <= used.registers <= 32
+    assert (used.stack_bytes, used.spill_stores, used.spill_loads) == (0, 0, 0)
+    assert (used.static_shared_bytes, used.barriers, used.threads) == (0, 0, 256)
+
+
+@pytest.mark.filterwarnings("ignore:This static loop")
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_spills_and_barriers_are_reported(tmp_path, arch):
+    (used,) = compile_to(tmp_path, "tests.compiler.greedy_kernel:Greedy", ScaleConfig(), arch).resources
+    assert used.stack_bytes > 0
+    assert used.spill_stores > 0 and used.spill_loads > 0
+    assert used.registers == 64
+    assert used.static_shared_bytes == 0  # dynamic shared memory belongs to the launch
+    assert used.barriers == 1
+
+
+@needs_objdump
+def test_the_shared_object_exports_one_name_and_needs_two_libraries(compiled):
+    names = subprocess.run(["nm", "-D", "--defined-only", compiled.so], capture_output=True, text=True).stdout
+    assert [line.split()[-1] for line in names.splitlines()] == [f"__tvm_ffi_{compiled.function}"]
+    dynamic = subprocess.run(["readelf", "-d", compiled.so], capture_output=True, text=True).stdout
+    assert re.findall(r"NEEDED.*\[(.*)\]", dynamic) == ["libcute_dsl_runtime.so", "libtvm_ffi.so"]
+
+
+def vector_registers(shared_object: Path) -> set[str]:
+    """Kinds of vector registers that the host code names; v: any of the instructions that need AVX or
+    later.
+    """
+    text = subprocess.run(["objdump", "-d", shared_object], capture_output=True, text=True, check=True).stdout
+    kinds = set(re.findall(r"%([xyz])mm\d", text))
+    if re.search(r"%[xyz]mm(1[6-9]|2\d|3[01])|%k[0-7]\b|\t62 ", text):
+        kinds.add("evex")
+    if re.search(r"\tv[a-z]+", text):
+        kinds.add("v")
+    return kinds
+
+
+@needs_objdump
+@pytest.mark.skipif(sys.platform != "linux" or "x86_64" not in dsl.platform.machine(), reason="x86-64")
+def test_host_code_is_for_the_named_processor(tmp_path, monkeypatch):
+    """Not for the one of this machine: a plain x86-64 asked for gives no AVX at all, x86-64-v3 no AVX-512."""
+    compile_to(tmp_path / "v3", KERNEL, ScaleConfig(), "sm_90a")
+    found = vector_registers(tmp_path / "v3" / "kernel.so")
+    assert "v" in found and not {"z", "evex"} & found
+    monkeypatch.setitem(dsl.HOST_TARGETS, "x86_64", ("x86_64-unknown-linux-gnu", "x86-64"))
+    compile_to(tmp_path / "v1", KERNEL, ScaleConfig(), "sm_90a")
+    assert vector_registers(tmp_path / "v1" / "kernel.so") == {"x"}
+
+
+def test_an_error_in_a_kernel_names_the_kernel(tmp_path):
+    with pytest.raises(CompileError, match=r"greedy_kernel:Greedy for sm_90a, ScaleConfig\(threads=-1"):
+        compile_to(tmp_path, "tests.compiler.greedy_kernel:Greedy", ScaleConfig(threads=-1), "sm_90a")
+
+
+def test_compiling_leaves_the_excepthook_alone(tmp_path):
+    hook = sys.excepthook
+    compile_to(tmp_path, KERNEL, ScaleConfig(), "sm_90a")
+    assert sys.excepthook is hook
+
+
+def test_without_a_linker(tmp_path, monkeypatch):
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(CompileError, match="needs a C compiler"):
+        dsl.link(b"", tmp_path / "x.so")
+
+
+@pytest.fixture(scope="module")
+def worker():
+    with builder.Worker() as process:
+        yield process
+
+
+def test_a_worker_makes_an_entry(worker, tmp_path):
+    for arch in ("sm_90a", "sm_100a"):
+        folder = tmp_path / arch
+        folder.mkdir()
+        worker.run(Job(KERNEL, ScaleConfig(), arch), folder)
+        assert cache.read(folder).arch == arch
+        assert cache.read(folder).arguments == ("x", "y", "factor")
+
+
+def test_a_worker_says_what_went_wrong_and_goes_on(worker, tmp_path):
+    job = Job("tests.compiler.greedy_kernel:Greedy", ScaleConfig(threads=-1), "sm_90a")
+    with pytest.raises(CompileError, match="threads=-1"):
+        worker.run(job, tmp_path)
+    with pytest.raises(CompileError, match="No module named"):
+        worker.run(Job("tests.compiler.absent:Absent", ScaleConfig(), "sm_90a"), tmp_path)
+    worker.run(Job(KERNEL, ScaleConfig(), "sm_90a"), tmp_path)
+    cache.read(tmp_path)
+
+
+def test_a_worker_reports_a_full_disk_as_one(worker, tmp_path):
+    small = tmp_path / "small"
+    small.mkdir()
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=16k", "none", small], capture_output=True
+    ).returncode:
+        pytest.skip("mounting a small disk needs privileges")
+    try:
+        with pytest.raises(OSError, match="No space left"):
+            worker.run(Job(KERNEL, ScaleConfig(), "sm_90a"), small)
+    finally:
+        subprocess.run(["umount", small], check=True)
+
+
+def test_a_worker_that_dies_is_reported(tmp_path):
+    worker = builder.Worker()
+    worker._start("sm_90a").kill()
+    with pytest.raises(CompileError, match="ended with code -9"):
+        worker.run(Job(KERNEL, ScaleConfig(), "sm_90a"), tmp_path)
+    worker.close()
+
+
+def test_a_config_that_cannot_be_sent(tmp_path):
+    class Local(ScaleConfig):
+        pass
+
+    with pytest.raises(CompileError, match="can't be sent"):
+        builder.Worker().run(Job(KERNEL, Local(), "sm_90a"), tmp_path)

@@ -1,0 +1,121 @@
+"""Launching: arguments by name, the scheduler's counter, and the compiled host code run over a stand-in
+runtime.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from coflash.compiler import launch
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_arguments_are_bound_by_name():
+    calls = []
+    bound = launch.bind(
+        lambda *arguments: calls.append(arguments),
+        ("q", "out", "lse", "softmax_scale", "window_left", "cu_seqlens_q", "softcap"),
+        {"window_left": 128, "softcap": 30.0, "max_seqlen_q": 7},
+    )
+    operands = SimpleNamespace(q="Q", softmax_scale=0.125, cu_seqlens_q="CU")
+    bound(operands, "OUT", None)
+    assert calls == [("Q", "OUT", None, 0.125, 128, "CU", 30.0)]
+
+
+def test_the_counter_is_zero_and_on_the_operands_device():
+    given = []
+    bound = launch.bind(lambda *arguments: given.extend(arguments), ("q", "tile_counter"), {})
+    bound(SimpleNamespace(q=torch.empty(1)), None, None)
+    assert given[1].device == torch.device("cpu") and given[1].dtype == torch.int32
+    assert given[1].tolist() == [0] * launch.COUNTER_WORDS
+
+
+def test_a_launcher_builds_and_loads_once(fake, monkeypatch):
+    from tests.compiler.fake_compiler import KERNEL
+    from tests.compiler.scale_config import ScaleConfig
+
+    loads = []
+    monkeypatch.setattr(launch, "load", lambda entry: loads.append(entry) or (lambda *_: None))
+    monkeypatch.setattr(launch, "_functions", {})
+    plan = SimpleNamespace(kernel=KERNEL, config=ScaleConfig(), arch="sm_90a", scalars={})
+    for _ in range(3):
+        launch.launcher(plan)(SimpleNamespace(x=1, y=2), None, None)
+    assert fake.compilations() == len(loads) == 1
+
+
+RECORD = """
+import sys, torch
+from types import SimpleNamespace
+from coflash.compiler import builder, launch
+from coflash.vgpu.recorder import record
+from tests.compiler.scale_config import ScaleConfig
+
+entry = builder.build("tests.compiler.scale_kernel:Scale", ScaleConfig(unroll=4), "sm_90a")
+assert "cutlass" not in sys.modules, "the compiler belongs in a process of its own"
+launches = []
+function = record(entry.so, function=entry.function)
+run = launch.bind(lambda *a: launches.extend(function(*a)), entry.arguments, {"factor": 3.0})
+for size in (1, 1024, 5000):
+    run(SimpleNamespace(x=torch.ones(size), y=torch.empty(size)), None, None)
+print([(tuple(one.grid), tuple(one.block), one.kernel == entry.symbol) for one in launches])
+"""
+
+WITHOUT_DSL = """
+import importlib.metadata, sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("cutlass", "nvidia_cutlass_dsl"):
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Absent())
+version = importlib.metadata.version
+def without(name):
+    if name == "nvidia-cutlass-dsl":
+        raise importlib.metadata.PackageNotFoundError(name)
+    return version(name)
+importlib.metadata.version = without
+
+import torch
+from types import SimpleNamespace
+from coflash.compiler import builder, launch, CompileError
+from tests.compiler.scale_config import ScaleConfig
+try:
+    builder.build("tests.compiler.scale_kernel:Scale", ScaleConfig(unroll=8), "sm_90a")
+except CompileError as error:
+    print(error)
+kernel = "tests.compiler.scale_kernel:Scale"
+plan = SimpleNamespace(kernel=kernel, config=ScaleConfig(unroll=4), arch="sm_90a", scalars={"factor": 2.0})
+run = launch.launcher(plan)
+try:
+    run(SimpleNamespace(x=torch.ones(3), y=torch.ones(3)), None, None)
+except ValueError as error:
+    print(error)
+"""
+
+
+def python(code: str, cache_root: Path, **env: str) -> str:
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "src")])
+    environment = {**os.environ, "COFLASH_CACHE": str(cache_root), "PYTHONPATH": paths, **env}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_compile_load_and_launch_without_a_gpu_then_without_the_dsl(cache_root, tmp_path):
+    pytest.importorskip("nvidia_cutlass_dsl", reason="needs nvidia-cutlass-dsl")
+    from coflash.compiler import runtime
+
+    assert python(RECORD, cache_root) == str([((n, 1, 1), (256, 1, 1), True) for n in (1, 1, 5)]) + "\n"
+
+    # Now the same kernel as a machine without the DSL finds it: a folder, and the runtime library beside it.
+    (cache_root / runtime.NAME).symlink_to(runtime.dsl_runtime())
+    said = python(WITHOUT_DSL, tmp_path / "new", COFLASH_CACHE_READONLY=str(cache_root))
+    assert "needs nvidia-cutlass-dsl" in said  # for a config that the folder lacks
+    assert "expected device_type=cuda" in said  # the host code runs, and a host tensor is not what it wants
