@@ -153,7 +153,9 @@ def samples(fmt: str, n: int, seed: int) -> np.ndarray:
     e, m = FORMATS[fmt]
     bits = width(fmt)
     dtype = {16: np.uint16, 32: np.uint32, 64: np.uint64, 8: np.uint8}[bits]
-    any_ = rng.integers(0, 1 << 62, n, dtype=np.uint64) << np.uint64(2) | rng.integers(0, 4, n, dtype=np.uint64)
+    any_ = rng.integers(0, 1 << 62, n, dtype=np.uint64) << np.uint64(2) | rng.integers(
+        0, 4, n, dtype=np.uint64
+    )
     any_ &= np.uint64((1 << bits) - 1)
     bias = (1 << (e - 1)) - 1
     near = (bias + rng.integers(-3, 4, n)).astype(np.uint64) << np.uint64(m)
@@ -161,7 +163,15 @@ def samples(fmt: str, n: int, seed: int) -> np.ndarray:
     near |= any_ & np.uint64(1 << (bits - 1))
     short = near & ~np.uint64((1 << (m - 2)) - 1)
     tiny = any_ & np.uint64((1 << (bits - 1)) | ((1 << (m + 1)) - 1))
-    specials = [0, 1, (1 << m) - 1, 1 << m, ((1 << e) - 1) << m, (((1 << e) - 1) << m) - 1, (((1 << e) - 1) << m) + 1]
+    specials = [
+        0,
+        1,
+        (1 << m) - 1,
+        1 << m,
+        ((1 << e) - 1) << m,
+        (((1 << e) - 1) << m) - 1,
+        (((1 << e) - 1) << m) + 1,
+    ]
     special = np.array(specials, np.uint64)[rng.integers(0, len(specials), n)]
     special |= any_ & np.uint64(1 << (bits - 1))
     kind = rng.choice(6, n, p=[0.25, 0.35, 0.15, 0.1, 0.1, 0.05])
@@ -169,7 +179,9 @@ def samples(fmt: str, n: int, seed: int) -> np.ndarray:
     return out.astype(dtype)
 
 
-def check(function: Callable[..., np.ndarray], op: str, operands: list[np.ndarray], fmt: str, mode: str) -> None:
+def check(
+    function: Callable[..., np.ndarray], op: str, operands: list[np.ndarray], fmt: str, mode: str
+) -> None:
     """Every lane bit for bit; NaN as the canonical one (any NaN for f64)."""
     with np.errstate(all="ignore"):
         got = function(*operands)

@@ -70,7 +70,9 @@ def test_fma_double_rounding() -> None:
     check(arith.resolve("fma.rn.f32"), "fma", operands, "f32", "rn")
 
 
-@pytest.mark.parametrize("mnemonic", ["add.rn.f32x2", "sub.rz.f32x2", "mul.rm.f32x2", "fma.rn.f32x2", "fma.rm.f32x2"])
+@pytest.mark.parametrize(
+    "mnemonic", ["add.rn.f32x2", "sub.rz.f32x2", "mul.rm.f32x2", "fma.rn.f32x2", "fma.rm.f32x2"]
+)
 def test_f32x2_is_two_f32(mnemonic: str) -> None:
     count = ARITY[mnemonic.split(".")[0]]
     parts = [samples("f32", 512, 40 + i) for i in range(count)]
@@ -79,7 +81,9 @@ def test_f32x2_is_two_f32(mnemonic: str) -> None:
     np.testing.assert_array_equal(packed.view(np.uint32), run(mnemonic[:-2], *parts))
 
 
-@pytest.mark.parametrize("mnemonic", ["add.f16x2", "fma.rn.bf16x2", "max.f16x2", "neg.bf16x2", "fma.rn.relu.f16x2"])
+@pytest.mark.parametrize(
+    "mnemonic", ["add.f16x2", "fma.rn.bf16x2", "max.f16x2", "neg.bf16x2", "fma.rn.relu.f16x2"]
+)
 def test_16_bit_pairs(mnemonic: str) -> None:
     fmt = "bf16" if "bf16" in mnemonic else "f16"
     count = {"add": 2, "fma": 3, "max": 2, "neg": 1}[mnemonic.split(".")[0]]
@@ -112,7 +116,8 @@ def test_ftz(op: str, mode: str) -> None:
 
 
 def test_exp2_range_reduction() -> None:
-    """Adding 2^23 + 2^22 rounded down leaves floor(x) in the low bits: how the polynomial exp2 splits its argument."""
+    """Adding 2^23 + 2^22 rounded down leaves floor(x) in the low bits: how the polynomial exp2 splits its
+    argument."""
     x = np.linspace(-127, 127, 2001).astype(np.float32)
     r = run("add.rm.ftz.f32", x.view(np.uint32), f32(12582912.0)).view(np.int32) - 0x4B400000
     np.testing.assert_array_equal(r, np.floor(x).astype(np.int32))
