@@ -30,6 +30,21 @@ def test_arguments_are_bound_by_name():
     assert calls == [("Q", "OUT", None, 0.125, 128, "CU", 30.0)]
 
 
+@pytest.mark.parametrize("scale", [0.0, -0.5, float("nan")])
+def test_a_scale_that_no_kernel_takes(scale):
+    bound = launch.bind(print, ("softmax_scale",), {})
+    with pytest.raises(NotImplementedError, match="softmax_scale"):
+        bound(SimpleNamespace(softmax_scale=scale), None, None)
+
+
+def test_a_sink_of_any_type_is_given_as_contiguous_float32():
+    given = []
+    sink = torch.arange(8, dtype=torch.bfloat16)[::2]
+    launch.bind(lambda x: given.append(x), ("sink",), {})(SimpleNamespace(sink=sink), None, None)
+    assert given[0].dtype == torch.float32 and given[0].is_contiguous()
+    assert given[0].tolist() == [0, 2, 4, 6]
+
+
 def test_the_counter_is_zero_and_on_the_operands_device():
     given = []
     bound = launch.bind(lambda *arguments: given.extend(arguments), ("q", "tile_counter"), {})

@@ -7,6 +7,7 @@ PyTorch's current stream of their device, and the compiled host code switches to
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -46,21 +47,34 @@ def load(entry: Entry) -> Any:
 
 def bind(function: Any, arguments: tuple[str, ...], scalars: Mapping[str, int | float]) -> Launch:
     """`function` as a launch: each of its arguments comes from the call, or is one of the plan's scalars."""
-    given = {name: name for name in ("out", "lse")}
-    terms = []
-    for name in arguments:
-        if name in scalars:
-            terms.append(repr(scalars[name]))
-        elif name == "tile_counter":
-            terms.append("tile_counter(operands.q.device)")
-        else:
-            terms.append(given.get(name, f"operands.{name}"))
-    source = f"lambda operands, out, lse: function({', '.join(terms)})"
-    return eval(
-        source, {"function": function, "tile_counter": tile_counter}
-    )  # names above, nothing of the caller's
+    bound = tuple(name for name in arguments if name in scalars)
+    return _factory(arguments, bound)(function, *(scalars[name] for name in bound))
 
 
+@functools.cache
+def _factory(arguments: tuple[str, ...], bound: tuple[str, ...]) -> Callable[..., Launch]:
+    """Makes launches of one list of arguments. Generated, so that a call does nothing but fetch and pass."""
+    special = {
+        "out": "out",
+        "lse": "lse",
+        "sink": "operands.sink.float().contiguous()",
+        "softmax_scale": "positive(operands.softmax_scale)",
+        "tile_counter": "tile_counter(operands.q.device)",
+    }
+    terms = [special.get(name, name if name in bound else f"operands.{name}") for name in arguments]
+    inner = f"lambda operands, out, lse: function({', '.join(terms)})"
+    return eval(f"lambda {', '.join(('function', *bound))}: {inner}", globals())  # names of arguments only
+
+
+def positive(softmax_scale: float) -> float:
+    if softmax_scale > 0.0:
+        return softmax_scale
+    raise NotImplementedError(
+        f'softmax_scale={softmax_scale}: the kernels take scales above 0; backend="portable" takes any'
+    )
+
+
+COUNTER_WORDS = 1
 _counters: dict[tuple[int, int], torch.Tensor] = {}
 
 
@@ -80,6 +94,3 @@ def tile_counter(device: torch.device) -> torch.Tensor:
     if counter is None:
         counter = _counters[key] = torch.zeros(COUNTER_WORDS, dtype=torch.int32, device=device)
     return counter
-
-
-COUNTER_WORDS = 4  # the number drawn, and what the kernel needs to know that every block is done
