@@ -8,16 +8,13 @@ import sys
 import time
 from pathlib import Path
 
+from coflash.compiler.cache import Entry
 from coflash.planning import arguments, presets
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--arch",
-        action="append",
-        required=True,
-        metavar="ARCH",
-        help="sm_90a, sm_100a or sm_103a; repeatable",
+        "--arch", action="append", required=True, help="sm_90a, sm_100a or sm_103a; can be repeated"
     )
     parser.add_argument(
         "--preset", choices=presets.NAMES, help="; ".join(f"{k}: {v}" for k, v in presets.NAMES.items())
@@ -76,9 +73,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _registers(entries: list) -> list[int]:
+def _registers(entries: list[Entry]) -> list[int]:
     return [kernel["registers"] for entry in entries for kernel in entry.resources]
 
 
-def _spills(entry: object) -> int:
-    return sum((kernel["spill_stores"] or 0) for kernel in entry.resources)  # type: ignore[attr-defined]
+def _spills(entry: Entry) -> int:
+    return sum((kernel["spill_stores"] or 0) for kernel in entry.resources)

@@ -9,6 +9,7 @@ as in PATH.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -23,11 +24,6 @@ from typing import Any
 
 from coflash.compiler.errors import BrokenEntry
 from coflash.compiler.key import FORMAT, Key
-
-try:
-    import fcntl
-except ImportError:  # not a POSIX system: two processes may compile the same kernel, and one result is kept
-    fcntl = None  # type: ignore[assignment]
 
 #: What an entry holds beside its description, and what `read` checks.
 FILES = ("kernel.so", "kernel.ptx", "kernel.cubin")
@@ -175,9 +171,6 @@ def discard(folder: Path) -> None:
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Hold a lock file. The system drops it when a process dies; where locks don't work, go on without."""
-    if fcntl is None:
-        yield
-        return
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         with contextlib.suppress(OSError):  # a network filesystem without locks

@@ -67,7 +67,7 @@ def _hopper(c: Any) -> list[tuple[str, str]]:
         ("softmax", _SOFTMAX[c.softmax] + (", beside the products" if c.overlap else "")),
         (
             "scheduler",
-            "tiles from a counter, longest first" if c.dynamic else "every block strides the tiles",
+            "tiles from a counter, longest first" if c.dynamic else "blocks stride through the tiles",
         ),
     ]
 

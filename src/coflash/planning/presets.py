@@ -11,8 +11,8 @@ from coflash.problem import Problem
 
 NAMES = {
     "minimal": "bfloat16, head dims 64, 128 and 256, full and causal",
-    "common": "bfloat16 and float16; head dims 64, 96, 128, 192/128 and 256; full and causal; with and without "
-    "gradients; packed sequences; decoding with grouped heads; window 128 with a sink",
+    "common": "bfloat16 and float16; head dims 64, 96, 128, 192/128 and 256; full and causal; with and "
+    "without gradients; packed sequences; decoding with grouped heads; window 128 with a sink",
 }
 
 _BASE = Problem(torch.bfloat16, "cuda", 128, 128, 16, 16, 2, 4096, 4096)
