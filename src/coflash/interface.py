@@ -27,10 +27,14 @@ Everything after q, k, v is keyword-only.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
+
+from coflash import checks, functions, kvcache, torch_ops
+from coflash.checks import Options
+from coflash.operands import BlockTables, Operands
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -92,7 +96,30 @@ def flash_attn_func(
     Returns:
         `(batch, seqlen_q, nheads_q, head_dim_v)` in q's dtype; with `return_lse` also the lse.
     """
-    raise NotImplementedError
+    return _attend(
+        Operands(
+            q,
+            k,
+            v,
+            learnable_sink,
+            alibi_slopes,
+            (),
+            softmax_scale,  # type: ignore[arg-type]
+            dropout_seed=dropout_seed,  # type: ignore[arg-type]
+        ),
+        Options(
+            "flash_attn_func",
+            causal,
+            window_size,
+            softcap,
+            score_mod,
+            mask_mod,
+            dropout_p,
+            deterministic,
+            return_lse,
+            backend,
+        ),
+    )
 
 
 def flash_attn_varlen_func(
@@ -149,7 +176,37 @@ def flash_attn_varlen_func(
         out shaped like q with head_dim_v; with `return_lse` also the lse, `(nheads_q, total_q)` for packed
         queries, else `(batch, nheads_q, seqlen_q)`.
     """
-    raise NotImplementedError
+    return _attend(
+        Operands(
+            q,
+            k,
+            v,
+            learnable_sink,
+            alibi_slopes,
+            (),
+            softmax_scale,  # type: ignore[arg-type]
+            cu_seqlens_q,
+            cu_seqlens_k,
+            seqused_q,
+            seqused_k,
+            page_table,
+            dropout_seed=dropout_seed,  # type: ignore[arg-type]
+        ),
+        Options(
+            "flash_attn_varlen_func",
+            causal,
+            window_size,
+            softcap,
+            score_mod,
+            mask_mod,
+            dropout_p,
+            deterministic,
+            return_lse,
+            backend,
+            max_seqlen_q,
+            max_seqlen_k,
+        ),
+    )
 
 
 def flash_attn_with_kvcache(
@@ -207,7 +264,30 @@ def flash_attn_with_kvcache(
     Returns:
         `(batch, seqlen_q, nheads_q, head_dim_v)`; with `return_lse` also lse `(batch, nheads_q, seqlen_q)`.
     """
-    raise NotImplementedError
+    operands = Operands(
+        q,
+        k_cache,
+        v_cache,
+        learnable_sink,
+        alibi_slopes,
+        softmax_scale=softmax_scale,
+        seqused_k=cache_seqlens,
+        page_table=page_table,
+        cache_batch_idx=cache_batch_idx,
+        cache_leftpad=cache_leftpad,
+    )
+    options = Options(
+        "flash_attn_with_kvcache",
+        causal,
+        window_size,
+        softcap,
+        score_mod,
+        mask_mod,
+        return_lse=return_lse,
+        backend=backend,
+    )
+    operands = kvcache.extend(operands, options, k, v, rotary_cos, rotary_sin, rotary_interleaved)
+    return _attend(operands, options)
 
 
 def flex_attention(
@@ -239,4 +319,119 @@ def flex_attention(
     Returns:
         `(batch, nheads_q, seqlen_q, head_dim_v)`; with `return_lse` also the lse.
     """
-    raise NotImplementedError
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        checks.check_tensor(name, tensor)
+        if tensor.dim() != 4:
+            checks.refuse(name, f"of shape {tuple(tensor.shape)}", "(batch, nheads, seqlen, head_dim)")
+    if not enable_gqa and key.shape[1] != query.shape[1]:
+        checks.refuse(
+            "key",
+            f"of {key.shape[1]} heads",
+            f"query's {query.shape[1]} heads, or fewer with enable_gqa=True",
+        )
+    tables, size, mask_mod = None, None, None
+    if block_mask is not None:
+        tables, size, mask_mod = _block_mask(block_mask, query, key)
+    result = _attend(
+        Operands(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            softmax_scale=scale,
+            block_tables=tables,
+        ),
+        Options(
+            "flex_attention",
+            score_mod=score_mod,
+            mask_mod=mask_mod,
+            return_lse=return_lse,
+            backend=backend,
+            block_mask_size=size,
+        ),
+    )
+    if return_lse:
+        out, lse = result
+        return out.transpose(1, 2), lse
+    assert isinstance(result, Tensor)
+    return result.transpose(1, 2)
+
+
+def _block_mask(
+    block_mask: BlockMask, query: Tensor, key: Tensor
+) -> tuple[BlockTables, tuple[int, int], Any]:
+    """The tables, block size and mask function of PyTorch's BlockMask, checked against the operands."""
+    tables = BlockTables(
+        block_mask.kv_num_blocks,
+        block_mask.kv_indices,
+        block_mask.full_kv_num_blocks,
+        block_mask.full_kv_indices,
+    )
+    rows, columns = block_mask.BLOCK_SIZE
+    batch, heads = tables.num.shape[:2]
+    if batch not in (1, query.shape[0]) or heads not in (1, query.shape[1]):
+        checks.refuse(
+            "block_mask",
+            f"for batch {batch} and {heads} heads",
+            f"1 or {query.shape[0]} for the batch, 1 or {query.shape[1]} for the heads",
+        )
+    lengths = block_mask.seq_lengths
+    if lengths[0] < query.shape[2] or lengths[1] < key.shape[2]:
+        checks.refuse(
+            "block_mask",
+            f"for lengths {tuple(lengths)}",
+            f"lengths of at least those of query and key, {(query.shape[2], key.shape[2])}",
+        )
+    if tables.num.device != query.device:
+        checks.refuse("block_mask", f"on {tables.num.device}", f"the device of query, {query.device}")
+    return tables, (rows, columns), block_mask.mask_mod
+
+
+def _attend(operands: Operands, options: Options) -> Tensor | tuple[Tensor, Tensor]:
+    """Run a call: straight from the table of prepared calls if its signature has been seen."""
+    q = operands.q
+    checks.check_tensor("q", q)
+    if operands.softmax_scale is None:
+        operands = operands._replace(softmax_scale=q.shape[-1] ** -0.5)
+    if torch.is_autocast_enabled(q.device.type):
+        operands = _autocast(operands)
+    if options.dropout_p:
+        operands = operands._replace(dropout_seed=_seed(operands.dropout_seed, q.device))
+    if torch_ops.needs_tracing(operands):
+        out, lse = torch_ops.attend_traced(operands, options)
+        return (out, lse) if options.return_lse else out
+    if options.score_mod is not None and torch.is_grad_enabled():
+        operands = operands._replace(captured=functions.captured(options.score_mod, q))
+    out, lse = torch_ops.attend(torch_ops.prepare(operands, options), operands)
+    return (out, lse) if options.return_lse else out
+
+
+def _autocast(operands: Operands) -> Operands:
+    """q, k, v as PyTorch's own attention sees them under autocast."""
+    device_type = operands.q.device.type
+    dtype = torch.get_autocast_dtype(device_type)
+    q, k, v = (
+        x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x
+        for x in operands[:3]
+    )
+    return operands._replace(q=q, k=k, v=v)
+
+
+def _seed(seed: int | Tensor | None, device: torch.device) -> Tensor:
+    """The dropout seed as a tensor of one int64."""
+    if seed is None:
+        return torch.randint(2**62, (), device=device)
+    if isinstance(seed, Tensor):
+        if seed.dtype != torch.int64:
+            checks.refuse("dropout_seed", seed.dtype, "torch.int64", TypeError)
+        if seed.numel() != 1:
+            checks.refuse("dropout_seed", f"of shape {tuple(seed.shape)}", "a tensor with one element")
+        if seed.device != device:
+            checks.refuse("dropout_seed", f"on {seed.device}", f"the device of q, {device}")
+        return seed
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        checks.refuse(
+            "dropout_seed", repr(seed), "an int, an int64 tensor with one element, or None", TypeError
+        )
+    if not -(2**63) <= seed < 2**63:
+        checks.refuse("dropout_seed", seed, "an int of 64 bits")
+    return torch.full((), seed, dtype=torch.int64, device=device)

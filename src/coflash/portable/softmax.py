@@ -1,0 +1,82 @@
+"""The online softmax with conditional rescaling.
+
+Scores come in base-2 units (already multiplied by log2 e), tile by tile.  The state of a row is a reference
+m, the sum l of 2**(s - m) over the keys seen so far, and elsewhere an accumulator of 2**(s - m) times values.
+The classic form moves m to the running maximum at every tile and rescales l and the accumulator each time.
+Any m gives the same result in exact arithmetic, since l divides the accumulator at the end; so m moves only
+where the maximum has grown by more than tau.  Weights are then at most 2**tau, which float32 sums and a
+16-bit second product bear without loss, and almost every rescale is skipped.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from coflash.portable.exp2 import exp2_polynomial
+
+__all__ = ["LN2", "LOG2E", "Numerics", "OnlineSoftmax"]
+
+LOG2E = math.log2(math.e)
+LN2 = math.log(2.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Numerics:
+    """Choices that change rounding, not meaning."""
+
+    rescale_threshold: float = 8.0  # tau, in log2 units; 0 rescales whenever the maximum grows
+    exp2_degree: int | None = None  # degree of the exp2 polynomial (3, 4, 5); None: the library's exp2
+
+    def exp2_(self, x: Tensor) -> Tensor:
+        """2**x, in x's own memory where that is possible."""
+        if self.exp2_degree is None or x.dtype != torch.float32:
+            return x.exp2_()
+        return exp2_polynomial(x, self.exp2_degree)
+
+
+class OnlineSoftmax:
+    """Reference and sum of every row in a block; rows are `(batch, rows, 1)`."""
+
+    def __init__(self, shape: tuple[int, int], like: Tensor, sink: Tensor | None, numerics: Numerics) -> None:
+        """`sink` broadcasts to the rows and is a key seen first, in base-2 units, whose value is zero."""
+        self.numerics = numerics
+        self.reference = like.new_full((*shape, 1), -math.inf)
+        self.sum = like.new_zeros((*shape, 1))
+        if sink is not None:
+            self.reference.copy_(sink)
+            self.sum.copy_(sink > -math.inf)
+        # On a CPU asking whether any row must rescale is cheaper than rescaling; a GPU would wait for the answer.
+        self.ask_first = not like.is_cuda
+
+    def update(self, scores: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Take in a tile of scores (overwritten); return its weights, and what the accumulator must be scaled by.
+
+        A tile may cover only the first sequences of the block; the state of the others stays.
+        """
+        count = scores.shape[0]
+        reference, total = self.reference[:count], self.sum[:count]
+        maximum = scores.amax(-1, keepdim=True)
+        grown = maximum > reference + self.numerics.rescale_threshold
+        factor = None
+        if not self.ask_first or bool(grown.any()):
+            moved = torch.where(grown, maximum, reference)
+            factor = torch.exp2(torch.where(grown, reference - moved, 0.0))
+            reference.copy_(moved)
+            total.mul_(factor)
+        # A row that has seen nothing has reference -inf; any finite one leaves its weights at 2**-inf = 0.
+        weights = self.numerics.exp2_(scores.sub_(reference.masked_fill(reference == -math.inf, 0.0)))
+        total.add_(weights.sum(-1, keepdim=True))
+        return weights, factor
+
+    def normalizer(self) -> Tensor:
+        """What the accumulator is multiplied by at the end; 0 for a row that has seen nothing."""
+        return torch.where(self.sum == 0, 0.0, 1.0 / self.sum)
+
+    def lse(self) -> Tensor:
+        """Natural log-sum-exp of every row."""
+        lse = (self.reference + torch.log2(self.sum)) * LN2
+        return torch.where(self.reference == math.inf, self.reference, lse)

@@ -1,0 +1,535 @@
+"""Attention as PyTorch knows it: differentiable, traceable, transformable.
+
+There are two ways in, with one meaning.  Plain tensors in eager mode take `attend`: an `autograd.Function`, or
+no wrapper at all where no gradient is needed, because a custom operator's dispatch costs more host time than
+a small kernel runs.  Everything else (torch.compile, export, fake tensors, functorch transforms) takes
+`attend_traced`: the operators `coflash::attention`, `coflash::attention_backward` and
+`coflash::attention_double_backward`, with fake implementations, registered derivatives and batching rules.
+
+A *call* is everything about a call that its tensors' metadata and the options decide: checked once for each
+signature, planned once, and kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coflash import checks, functions, portable
+from coflash.checks import Options, Sizes
+from coflash.operands import BlockTables, Operands
+from coflash.problem import Problem
+
+__all__ = ["Call", "attend", "attend_traced", "prepare"]
+
+NUMERICS = portable.Numerics()
+Gradients = tuple[Tensor | None, ...]
+
+
+class Call:
+    """One signature, prepared: the problem, and the kernel to launch if a kernel was chosen."""
+
+    __slots__ = ("launch", "options", "problem", "reads_index_tensors", "sizes")
+
+    def __init__(self, operands: Operands, options: Options, needs_grad: bool) -> None:
+        self.options = options
+        self.sizes = checks.describe(operands, options)
+        self.problem = _problem(operands, options, self.sizes, needs_grad)
+        self.launch = _launcher(self.problem, operands.q.device, options.backend)
+        self.reads_index_tensors = any(
+            x is not None
+            for x in (
+                operands.cu_seqlens_q,
+                operands.cu_seqlens_k,
+                operands.seqused_q,
+                operands.seqused_k,
+                operands.page_table,
+                operands.cache_batch_idx,
+                operands.cache_leftpad,
+            )
+        )
+
+    def with_problem(self, problem: Problem) -> Call:
+        """The same call with other functions in its problem."""
+        other = object.__new__(Call)
+        for name in Call.__slots__:
+            setattr(other, name, getattr(self, name))
+        other.problem = problem
+        return other
+
+
+def _problem(operands: Operands, options: Options, sizes: Sizes, needs_grad: bool) -> Problem:
+    o = operands
+    left, right = (None if side == -1 else side for side in options.window_size)
+    return Problem(
+        dtype=o.q.dtype,
+        device_type=o.q.device.type,
+        head_dim=sizes.head_dim,
+        head_dim_v=sizes.head_dim_v,
+        nheads_q=sizes.nheads_q,
+        nheads_kv=sizes.nheads_kv,
+        batch=sizes.batch,
+        seqlen_q=sizes.seqlen_q,
+        seqlen_k=sizes.seqlen_k,
+        packed_q=o.cu_seqlens_q is not None,
+        packed_k=o.cu_seqlens_k is not None,
+        has_seqused_q=o.seqused_q is not None,
+        has_seqused_k=o.seqused_k is not None,
+        page_size=0 if o.page_table is None else o.k.shape[1],
+        has_cache_batch_idx=o.cache_batch_idx is not None,
+        has_leftpad=o.cache_leftpad is not None,
+        causal=options.causal,
+        window_left=left,
+        window_right=right,
+        softcap=float(options.softcap),
+        has_sink=o.sink is not None,
+        score_mod=options.score_mod,
+        mask_mod=options.mask_mod,
+        block_mask_size=options.block_mask_size,
+        has_alibi=o.alibi_slopes is not None,
+        dropout_p=float(options.dropout_p),
+        deterministic=options.deterministic,
+        needs_lse=options.return_lse,
+        needs_grad=needs_grad,
+    )
+
+
+def _launcher(problem: Problem, device: torch.device, backend: str) -> Callable[..., None] | None:
+    """The kernel for a problem; None: the portable path.  Planning is imported for GPUs alone."""
+    if backend == "portable" or (backend == "auto" and device.type != "cuda"):
+        return None
+    if device.type != "cuda":
+        raise NotImplementedError(
+            f'backend="kernel" on {device}: kernels run on CUDA devices; '
+            'backend="portable" (or "auto") runs on this device'
+        )
+    from coflash import compiler, planning
+
+    plan = planning.plan(problem, planning.device_info(device), backend=backend)
+    return compiler.launcher(plan) if plan.path == "kernel" else None
+
+
+# Calls checked and planned so far, by signature.  Packed calls may bring a new total every time, so the table
+# is emptied when it has grown large: a plan is cheap to make again.
+_CALLS: dict[tuple[Any, ...], Call] = {}
+_MOST_CALLS = 4096
+
+
+def _signature(x: Any) -> Any:
+    return (x.dtype, x.shape, x.stride(), x.device, x.requires_grad) if isinstance(x, Tensor) else x
+
+
+def prepare(operands: Operands, options: Options) -> Call:
+    """The checked and planned call of this signature."""
+    grad = torch.is_grad_enabled()
+    key = (
+        grad,
+        options,
+        *[None if x is None else _signature(x) for x in operands[:5]],
+        *[None if x is None else _signature(x) for x in operands[7:15]],
+        *[t.requires_grad for t in operands.captured],
+    )
+    call = _CALLS.get(key)
+    if call is None:
+        differentiable = (*operands[:5], *operands.captured)
+        needs_grad = grad and any(isinstance(t, Tensor) and t.requires_grad for t in differentiable)
+        call = Call(operands, options, needs_grad)
+        if operands.page_table is not None:
+            checks.refuse_gradients(operands, options.entry, "through paged keys and values")
+        if len(_CALLS) >= _MOST_CALLS:
+            _CALLS.clear()
+        _CALLS[key] = call
+    return call
+
+
+# -- running a call on tensors that hold values -----------------------------------------------------------------
+
+
+def _without_autocast(device: torch.device) -> Any:
+    kind = device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+
+
+def run(call: Call, operands: Operands) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp, without autograd."""
+    if call.reads_index_tensors:
+        checks.check_values(operands, call.options, call.sizes)
+    if call.launch is None:
+        with torch.no_grad(), _without_autocast(operands.q.device):
+            return portable.forward(call.problem, operands, NUMERICS)
+    out, lse = _new_outputs(operands)
+    call.launch(operands, out, lse)
+    return out, lse
+
+
+def _new_outputs(operands: Operands) -> tuple[Tensor, Tensor]:
+    q = operands.q
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    out = q.new_empty(*q.shape[:-1], operands.v.shape[-1])
+    rows = q.shape[:-1]
+    return out, q.new_empty(*rows[:-2], rows[-1], rows[-2], dtype=dtype)
+
+
+def attend(call: Call, operands: Operands) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of plain tensors in eager mode."""
+    if not call.problem.needs_grad:
+        return run(call, operands)
+    q, k, v, sink, alibi_slopes, captured, *_ = operands
+    return _Attention.apply(call, operands[5:], q, k, v, sink, alibi_slopes, *captured)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: Call,
+        rest: tuple[Any, ...],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sink: Tensor | None,
+        alibi_slopes: Tensor | None,
+        *captured: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = run(call, Operands(q, k, v, sink, alibi_slopes, *rest))
+        ctx.save_for_backward(q, k, v, sink, alibi_slopes, out, lse)
+        ctx.set_materialize_grads(False)
+        ctx.call, ctx.rest = call, rest
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Gradients:
+        q, k, v, sink, alibi_slopes, out, lse = ctx.saved_tensors
+        operands = Operands(q, k, v, sink, alibi_slopes, *ctx.rest)
+        with _without_autocast(q.device):
+            dout, delta = _delta(out, dout, dlse)
+            dsink = _sink_gradient(sink, lse, delta)
+            arguments = (q, k, v, dout, lse, delta, alibi_slopes, *operands.captured)
+            dq, dk, dv, *dparameters = _Backward.apply(ctx.call, ctx.rest, *arguments)
+        if alibi_slopes is None:
+            dparameters.insert(0, None)
+        return None, None, dq, dk, dv, dsink, *dparameters
+
+
+class _Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: Call,
+        rest: tuple[Any, ...],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dout: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        alibi_slopes: Tensor | None,
+        *captured: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(q, k, v, dout, lse, delta, alibi_slopes)
+        ctx.set_materialize_grads(False)
+        ctx.call, ctx.rest = call, rest
+        operands = Operands(q, k, v, None, alibi_slopes, *rest)
+        return portable.backward(call.problem, operands, NUMERICS, dout, lse, delta)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *cotangents: Tensor | None) -> Gradients:
+        q, k, v, dout, lse, delta, alibi_slopes = ctx.saved_tensors
+        operands = Operands(q, k, v, None, alibi_slopes, *ctx.rest)
+        with _without_autocast(q.device):
+            found: list[Tensor | None] = list(
+                portable.double_backward(ctx.call.problem, operands, dout, lse, delta, cotangents)
+            )
+        if alibi_slopes is None:
+            found.insert(6, None)
+        return None, None, *found
+
+
+def _delta(out: Tensor, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The output's gradient (zero if there is none), and D - dL of the module `portable.attention`."""
+    dtype = torch.float64 if out.dtype == torch.float64 else torch.float32
+    if dout is None:
+        dout = torch.zeros_like(out)
+        delta = torch.zeros(out.shape[:-1], dtype=dtype, device=out.device)
+    else:
+        delta = (dout.to(dtype) * out.to(dtype)).sum(-1)
+    delta = delta.transpose(-1, -2)
+    return dout, delta.contiguous() if dlse is None else delta - dlse
+
+
+def _sink_gradient(sink: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor | None:
+    """The sink is a key without a value: its weight times `0 - delta`, summed over every row of its head."""
+    if sink is None:
+        return None
+    unseen = lse == -math.inf
+    weights = torch.exp(sink.to(lse.dtype)[:, None] - lse.masked_fill(unseen, math.inf))
+    gradient = -(weights * delta).sum(-1)
+    return (gradient if gradient.dim() == 1 else gradient.sum(0)).to(sink.dtype)
+
+
+# -- operators, for everything that traces or transforms ----------------------------------------------------------
+
+_OPERANDS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor? alibi_slopes, Tensor[] captured, float softmax_scale, "
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, Tensor? page_table, "
+    "Tensor? cache_batch_idx, Tensor? cache_leftpad, Tensor? dropout_seed, Tensor[] block_tables"
+)
+_OPTIONS = (
+    "str entry, bool causal, SymInt? window_left, SymInt? window_right, float softcap, int functions, "
+    "float dropout_p, bool deterministic, str backend, SymInt? max_seqlen_q, SymInt? max_seqlen_k, "
+    "int[] block_mask_size"
+)
+_TENSORS = 16  # arguments in _OPERANDS
+
+
+def _pack(operands: Operands, options: Options, number: int) -> tuple[Any, ...]:
+    """Arguments of an operator."""
+    o = options
+    tables = operands.block_tables
+    return (
+        *operands[:5],
+        list(operands.captured),
+        float(operands.softmax_scale),
+        *operands[7:15],
+        [] if tables is None else [t for t in tables if t is not None],
+        o.entry,
+        o.causal,
+        *o.window_size,
+        float(o.softcap),
+        number,
+        float(o.dropout_p),
+        o.deterministic,
+        o.backend,
+        o.max_seqlen_q,
+        o.max_seqlen_k,
+        list(o.block_mask_size or ()),
+    )
+
+
+def _unpack(args: tuple[Any, ...]) -> tuple[Operands, Options, functions.Functions]:
+    tensors, chosen = args[:_TENSORS], args[_TENSORS:]
+    entry, causal, left, right, softcap, number, dropout_p, deterministic, backend, most_q, most_k, size = (
+        chosen
+    )
+    tables = tensors[15]
+    operands = Operands(
+        *tensors[:5],
+        tuple(tensors[5]),
+        *tensors[6:15],
+        BlockTables(*tables, *[None] * (4 - len(tables))) if tables else None,
+    )
+    found = functions.find(number)
+    options = Options(
+        entry,
+        causal,
+        (left, right),
+        softcap,
+        found.score_mod,
+        found.mask_mod,
+        dropout_p,
+        deterministic,
+        True,
+        backend,
+        most_q,
+        most_k,
+        tuple(size) or None,
+    )
+    return operands, options, found
+
+
+def _resolve(args: tuple[Any, ...]) -> tuple[Call, Operands]:
+    """An operator's arguments as a call: with fresh leaves that stand in for what its functions capture."""
+    operands, options, found = _unpack(args)
+    call = prepare(operands, options)
+    stand_ins = tuple(_leaf(t) for t in operands.captured)
+    originals = found.originals
+    if originals is None:
+        originals = functions.closure_tensors(found.score_mod) + functions.closure_tensors(found.mask_mod)
+    if originals:
+        problem = replace(
+            call.problem,
+            score_mod=functions.bind(found.score_mod, originals, stand_ins),
+            mask_mod=functions.bind(found.mask_mod, originals, stand_ins),
+        )
+        call = call.with_problem(problem)
+    alibi = operands.alibi_slopes
+    return call, operands._replace(captured=stand_ins, alibi_slopes=None if alibi is None else _leaf(alibi))
+
+
+def _leaf(t: Tensor) -> Tensor:
+    return t.detach().requires_grad_() if t.is_floating_point() else t
+
+
+def _parameters(args: tuple[Any, ...]) -> list[Tensor]:
+    alibi, captured = args[4], args[5]
+    return list(captured) if alibi is None else [alibi, *captured]
+
+
+_attention = torch.library.custom_op(
+    "coflash::attention",
+    lambda *args: run(*_resolve(args)),
+    mutates_args=(),
+    schema=f"({_OPERANDS}, {_OPTIONS}) -> (Tensor, Tensor)",
+)
+
+
+@torch.library.custom_op(
+    "coflash::attention_backward",
+    mutates_args=(),
+    schema=f"(Tensor dout, Tensor lse, Tensor delta, {_OPERANDS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor[])",
+)
+def _attention_backward(dout: Tensor, lse: Tensor, delta: Tensor, *args: Any) -> Any:
+    call, operands = _resolve(args)
+    with torch.no_grad(), _without_autocast(dout.device):
+        dq, dk, dv, *rest = portable.backward(call.problem, operands, NUMERICS, dout, lse, delta)
+    return dq, dk, dv, rest
+
+
+@torch.library.custom_op(
+    "coflash::attention_double_backward",
+    mutates_args=(),
+    schema=f"(Tensor to_dq, Tensor to_dk, Tensor to_dv, Tensor[] to_dparameters, Tensor dout, Tensor lse, "
+    f"Tensor delta, {_OPERANDS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor[])",
+)
+def _attention_double_backward(
+    to_dq: Tensor,
+    to_dk: Tensor,
+    to_dv: Tensor,
+    to_dparameters: list[Tensor],
+    dout: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    *args: Any,
+) -> Any:
+    call, operands = _resolve(args)
+    cotangents = (to_dq, to_dk, to_dv, *to_dparameters)
+    with torch.no_grad(), _without_autocast(dout.device):
+        found = portable.double_backward(call.problem, operands, dout, lse, delta, cotangents)
+    return *found[:6], list(found[6:])
+
+
+def _like(t: Tensor) -> Tensor:
+    return torch.empty_like(t, memory_format=torch.contiguous_format)
+
+
+@_attention.register_fake
+def _(*args: Any) -> Any:
+    return _new_outputs(Operands(*args[:3]))
+
+
+@_attention_backward.register_fake
+def _(dout: Tensor, lse: Tensor, delta: Tensor, *args: Any) -> Any:
+    return *[_like(t) for t in args[:3]], [torch.empty_like(t) for t in _parameters(args)]
+
+
+@_attention_double_backward.register_fake
+def _(
+    to_dq: Tensor,
+    to_dk: Tensor,
+    to_dv: Tensor,
+    to_dparameters: list[Tensor],
+    dout: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    *args: Any,
+) -> Any:
+    rows = [_like(t) for t in (*args[:3], dout, lse, delta)]
+    return *rows, [torch.empty_like(t) for t in _parameters(args)]
+
+
+def _save(ctx: Any, tensors: tuple[Tensor | None, ...], args: tuple[Any, ...]) -> None:
+    """Save `tensors`, and an operator's arguments, of which all tensors go through autograd's own saving."""
+    flat: list[Tensor | None] = [*args[:5], *args[7:15], *args[5], *args[15]]
+    ctx.save_for_backward(*tensors, *flat)
+    ctx.count = len(tensors)
+    ctx.captured, ctx.tables = len(args[5]), len(args[15])
+    ctx.scale, ctx.chosen = args[6], args[_TENSORS:]
+
+
+def _saved(ctx: Any) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
+    saved = ctx.saved_tensors
+    tensors, flat = saved[: ctx.count], saved[ctx.count :]
+    captured = list(flat[13 : 13 + ctx.captured])
+    tables = list(flat[13 + ctx.captured :])
+    return tensors, (*flat[:5], captured, ctx.scale, *flat[5:13], tables, *ctx.chosen)
+
+
+def _setup_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    _save(ctx, output, inputs)
+    ctx.set_materialize_grads(False)
+
+
+def _split(args: tuple[Any, ...], gradients: list[Any]) -> tuple[Any, list[Any]]:
+    """Gradients of `_parameters` as those of alibi_slopes and of captured."""
+    return (None, gradients) if args[4] is None else (gradients[0], gradients[1:])
+
+
+def _differentiate_attention(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
+    (out, lse), args = _saved(ctx)
+    dout, delta = _delta(out, dout, dlse)
+    dsink = _sink_gradient(args[3], lse, delta)
+    dq, dk, dv, rest = torch.ops.coflash.attention_backward(dout, lse, delta, *args)
+    dalibi, dcaptured = _split(args, rest)
+    return dq, dk, dv, dsink, dalibi, dcaptured, *[None] * (len(args) - 6)
+
+
+def _setup_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    _save(ctx, inputs[:3], inputs[3:])
+
+
+def _differentiate_backward(ctx: Any, to_dq: Tensor, to_dk: Tensor, to_dv: Tensor, rest: list[Any]) -> Any:
+    (dout, lse, delta), args = _saved(ctx)
+    rest = [torch.zeros_like(p) if g is None else g for g, p in zip(rest, _parameters(args), strict=True)]
+    gq, gk, gv, gdout, glse, gdelta, more = torch.ops.coflash.attention_double_backward(
+        to_dq, to_dk, to_dv, rest, dout, lse, delta, *args
+    )
+    galibi, gcaptured = _split(args, more)
+    return gdout, glse, gdelta, gq, gk, gv, None, galibi, gcaptured, *[None] * (len(args) - 6)
+
+
+_attention.register_autograd(_differentiate_attention, setup_context=_setup_attention)
+_attention_backward.register_autograd(_differentiate_backward, setup_context=_setup_backward)
+
+
+def needs_tracing(operands: Operands) -> bool:
+    """Whether a call must go through the operators: something is watching, or the tensors are not plain."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or type(operands.q) not in _PLAIN
+        or torch._C._len_torch_dispatch_stack() > 0
+    )
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def attend_traced(operands: Operands, options: Options) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp through the operators."""
+    checks.describe(operands, options)
+    if operands.page_table is not None:
+        checks.refuse_gradients(operands, options.entry, "through paged keys and values")
+    number = -1
+    if options.score_mod is not None or options.mask_mod is not None:
+        number, captured = _functions(operands, options)
+        operands = operands._replace(captured=captured)
+    return torch.ops.coflash.attention(*_pack(operands, options, number))
+
+
+def _functions(operands: Operands, options: Options) -> tuple[int, tuple[Tensor, ...]]:
+    """A number for the functions, and the tensors they capture."""
+    score_mod, mask_mod = options.score_mod, options.mask_mod
+    if torch.compiler.is_compiling():
+        captured = functions.closure_tensors(score_mod) + functions.closure_tensors(mask_mod)
+        return functions.register_constant(score_mod, mask_mod), captured
+    captured = ()
+    if score_mod is not None:
+        captured = functions.captured(score_mod, operands.q, with_gradient=False)
+    return functions.register(score_mod, mask_mod, captured), captured
