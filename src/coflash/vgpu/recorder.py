@@ -29,7 +29,7 @@ import numpy as np
 
 from .launch import Buffer, Launch
 
-__all__ = ["RecorderError", "host_memory", "parameter_layout", "pose_as_cuda", "record"]
+__all__ = ["RecorderError", "host_memory", "merge_buffers", "parameter_layout", "pose_as_cuda", "record"]
 
 SOURCE = Path(__file__).with_name("recorder.c")
 LIBRARY = "libcoflash_recorder.so"
@@ -110,7 +110,15 @@ def build() -> Path:
     with tempfile.TemporaryDirectory(dir=target.parent) as work:
         made = Path(work) / LIBRARY
         _run(
-            [compiler, "-O1", "-shared", "-fPIC", "-fvisibility=hidden", "-Wl,-Bsymbolic", f"-Wl,-soname,{LIBRARY}"]
+            [
+                compiler,
+                "-O1",
+                "-shared",
+                "-fPIC",
+                "-fvisibility=hidden",
+                "-Wl,-Bsymbolic",
+                f"-Wl,-soname,{LIBRARY}",
+            ]
             + [str(SOURCE), "-o", str(made)],
             "compile the recorder",
         )
@@ -270,7 +278,7 @@ def _buffer(address: int, nbytes: int, name: str, keep: Any) -> Buffer:
     return Buffer(address, np.frombuffer(memory, np.uint8), name)
 
 
-def _merged(buffers: Iterable[Buffer]) -> list[Buffer]:
+def merge_buffers(buffers: Iterable[Buffer]) -> list[Buffer]:
     """Buffers in order of address, those that share bytes (views of one allocation) joined into one."""
     merged: list[Buffer] = []
     for buffer in sorted(buffers, key=lambda b: (b.address, -b.nbytes)):
@@ -386,7 +394,7 @@ def record(
             posed(argument, argument_names[i] if i < len(argument_names) else f"argument {i}")
             for i, argument in enumerate(arguments)
         ]
-        buffers = _merged(tensors)
+        buffers = merge_buffers(tensors)
         launches: list[Launch] = []
         failures: list[Exception] = []
 

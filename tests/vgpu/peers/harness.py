@@ -1,8 +1,8 @@
 """Run another package's CuTe-DSL kernels on the virtual GPU, through that package's own Python functions.
 
-`peer_session("sm_90a", on_launch)` makes CPU tensors look like CUDA tensors to the package, stands in for the device
-queries it makes while compiling, and replaces the launch of every function it compiles by recording: the callback
-gets the recorded launches, in order, and normally runs them, so that what the package does next sees the results.
+`peer_session("sm_90a", on_call)` makes CPU tensors look like CUDA tensors to the package, stands in for the device
+queries it makes while compiling, and hands every call of a function it compiled to `on_call`. The callback normally
+records the call's launches and runs them, so that what the package does next sees the results.
 """
 
 from __future__ import annotations
@@ -12,24 +12,42 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest import mock
+
+from coflash.vgpu.recorder import pose_as_cuda, record
 
 MULTIPROCESSORS = {"sm_90a": 132, "sm_100a": 148}
 
 
-def find_peers() -> None:
-    """Put the folder that `make test-peers` installed the peers in on the path."""
-    folder = os.environ.get("COFLASH_PEERS")
-    if folder and folder not in sys.path:
-        sys.path.append(folder)
+@dataclass
+class Call:
+    """One call of a compiled function: the exported object, its PTX, and the arguments (host tensors and scalars)."""
+
+    name: str
+    object: Path
+    ptx: str
+    arguments: tuple[Any, ...]
+
+    def launches(self) -> list:
+        made = record(self.object, self.ptx, function="peer")(*self.arguments)
+        for launch in made:
+            launch.name = self.name
+        return made
+
+
+# Compiled functions outlive a session in the package's caches, so they look up the callback of the running one.
+_on_call: list[Callable[[Call], None]] = []
 
 
 @contextlib.contextmanager
-def peer_session(arch: str, on_launch: Callable, multiprocessors: int | None = None) -> Iterator[None]:
+def peer_session(arch: str, on_call: Callable[[Call], None]) -> Iterator[None]:
+    """One architecture a process: the packages cache what they learn about the device."""
     import torch
 
-    sms = multiprocessors or MULTIPROCESSORS[arch]
+    sms = MULTIPROCESSORS[arch]
     environment = {
         "CUTE_DSL_ARCH": arch,
         "CUTE_DSL_KEEP_PTX": "1",
@@ -40,50 +58,45 @@ def peer_session(arch: str, on_launch: Callable, multiprocessors: int | None = N
     capability = (int(arch[3:-2]), int(arch[-2]))
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, environment))
+        folder = os.environ.get("COFLASH_PEERS")
+        if folder and folder not in sys.path:
+            sys.path.append(folder)
         import cutlass.cute as cute
         from cutlass.cute import runtime
         from cutlass.utils import HardwareInfo
 
+        from_dlpack = runtime.from_dlpack
         for owner, name, value in [
             (HardwareInfo, "__init__", lambda self, *_: None),
             (HardwareInfo, "get_device_multiprocessor_count", lambda self: sms),
             (HardwareInfo, "get_max_active_clusters", lambda self, cluster_size, **_: sms // cluster_size),
-            (cute, "compile", _recording_compile(cute.compile, on_launch)),
-            (runtime, "from_dlpack", _posing(runtime.from_dlpack)),
+            (cute, "compile", _ExportingCompile(cute.compile)),
+            (runtime, "from_dlpack", lambda tensor, *a, **k: from_dlpack(pose_as_cuda(tensor), *a, **k)),
             (torch.Tensor, "is_cuda", property(lambda self: True)),
             (torch.cuda, "get_device_capability", lambda *_: capability),
             (torch.cuda, "current_device", lambda: 0),
         ]:
-            create = owner is torch.Tensor
-            stack.enter_context(mock.patch.object(owner, name, value, create=create))
-        yield
+            stack.enter_context(mock.patch.object(owner, name, value, create=owner is torch.Tensor))
+        _on_call.append(on_call)
+        try:
+            yield
+        finally:
+            _on_call.pop()
 
 
-def _posing(from_dlpack: Callable) -> Callable:
-    from coflash.vgpu.recorder import pose_as_cuda
+class _ExportingCompile:
+    """cute.compile, returning a callable that reports its calls instead of launching."""
 
-    return lambda tensor, *args, **kwargs: from_dlpack(pose_as_cuda(tensor), *args, **kwargs)
+    def __init__(self, compile_for_device: Any):
+        self._compile = compile_for_device
 
+    def __getitem__(self, options: Any) -> _ExportingCompile:  # cute.compile[options](...)
+        return _ExportingCompile(self._compile[options])
 
-def _recording_compile(compile_on_cpu: Callable, on_launch: Callable) -> Callable:
-    from coflash.vgpu.recorder import record
-
-    class Compile:
-        def __getitem__(self, options):  # cute.compile[options](...)
-            return _recording_compile(compile_on_cpu[options], on_launch)
-
-        def __call__(self, function, *args, **kwargs):
-            compiled = compile_on_cpu(function, *args, **kwargs)
-            name = type(getattr(function, "__self__", function)).__name__
-            folder = Path(tempfile.mkdtemp(prefix="peer-object-"))
-            compiled.export_to_c(str(folder / "kernel.o"), function_name="peer")
-            record_call = record(folder / "kernel.o", compiled.__ptx__)
-
-            def call(*arguments):
-                for launch in record_call(*arguments):
-                    launch.name = name
-                    on_launch(launch)
-
-            return call
-
-    return Compile()
+    def __call__(self, function: Any, *args: Any, **kwargs: Any) -> Callable[..., None]:
+        compiled = self._compile(function, *args, **kwargs)
+        name = type(getattr(function, "__self__", function)).__name__
+        target = Path(tempfile.mkdtemp(prefix="peer-object-")) / "kernel.o"
+        compiled.export_to_c(str(target), function_name="peer")
+        ptx = compiled.__ptx__
+        return lambda *arguments: _on_call[-1](Call(name, target, ptx, arguments))
