@@ -190,7 +190,10 @@ def check(
         raw = tuple(int(o[lane]) for o in operands)
         want = operate(op, raw, fmt, mode)
         have = int(got[lane])
-        what = f"{op}.{mode}.{fmt} {[hex(b) for b in raw]}: got {have:#x}, want {want if want == NAN else hex(want)}"
+        inputs = [hex(b) for b in raw]
+        what = (
+            f"{op}.{mode}.{fmt} {inputs}: got {have:#x}, want {want if isinstance(want, str) else hex(want)}"
+        )
         if want == NAN:
             if fmt == "f64":
                 assert math.isnan(float(got[lane : lane + 1].view(np.float64)[0])), what

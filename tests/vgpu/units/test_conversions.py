@@ -1,4 +1,4 @@
-"""cvt: every 16-bit input, drawn 32- and 64-bit ones, against rationals; narrow formats against their tables."""
+"""cvt against rationals and, for the narrow formats, their tables of values."""
 
 from __future__ import annotations
 

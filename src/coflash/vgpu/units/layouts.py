@@ -39,10 +39,9 @@ def ldmatrix(shape: str, num: int, trans: bool, store: bool = False) -> tuple[In
     """ldmatrix or stmatrix: (address_lane, byte) of every element that a thread's registers hold.
 
     Both arrays are [32 threads, registers, elements per register], lowest element first: the element is at
-    shared address `addresses[address_lane] + byte`. Shapes: m8n8 (16-bit elements, 2 per register); m16n16
-    with .trans (ldmatrix, 8-bit, two registers a matrix) and m16n8 with .trans (stmatrix, 8-bit), both as
-    CUTLASS's SM100_U8x8_LDSM_T and SM100_U8x4_STSM_T lay them out. The m8n16 forms that unpack 6- and 4-bit
-    elements are not modelled.
+    shared address `addresses[address_lane] + byte`. Shapes: m8n8 (16-bit elements, 2 per register) and
+    stmatrix's m16n8 with .trans (8-bit, 4 per register). ldmatrix's 8-bit m16n16 is not modelled: CUTLASS and
+    CuTe-DSL describe its registers differently. Nor are the m8n16 forms that unpack 6- and 4-bit elements.
     """
     if num not in (1, 2, 4):
         raise UnsupportedInstruction(f"ldmatrix/stmatrix .x{num}")
@@ -50,10 +49,6 @@ def ldmatrix(shape: str, num: int, trans: bool, store: bool = False) -> tuple[In
         t, r, e = _axes(32, num, 2)
         row, col = (t % 4 * 2 + e, t // 4) if trans else (t // 4, t % 4 * 2 + e)
         return _frozen(8 * r + row, 2 * col + 0 * r)
-    if shape == "m16n16" and trans and not store and num <= 2:
-        t, r, e = _axes(32, 2 * num, 4)
-        matrix, half = r // 2, r % 2
-        return _frozen(16 * matrix + 4 * (t % 4) + 2 * half + e % 2, t // 4 + 8 * (e // 2) + 0 * r)
     if shape == "m16n8" and trans and store:
         t, r, e = _axes(32, num, 4)
         return _frozen(8 * r + 2 * (t % 4) + e % 2, t // 4 + 8 * (e // 2) + 0 * r)
