@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from functools import cached_property
 
 from .units.tma import TiledMap
 
@@ -51,9 +52,33 @@ KNOWN = 7 << RANK | 15 << ELEMENT | 3 << INTERLEAVE | 3 << SWIZZLE | NAN_FILL | 
 
 @dataclass(frozen=True)
 class TensorMap:
+    """The arguments of `cuTensorMapEncodeTiled`, innermost dimension first; L2 promotion is not among them."""
+
     address: int
-    tile: TiledMap
-    im2col: bool = False
+    element: str
+    extents: tuple[int, ...]
+    strides: tuple[int, ...]  # bytes; strides[0] is the element size
+    box: tuple[int, ...]
+    element_strides: tuple[int, ...]
+    swizzle: int = 0
+    interleave: int = 0
+    nan_fill: bool = False
+
+    im2col = False  # such maps are refused
+
+    @cached_property
+    def tile(self) -> TiledMap:
+        """The map as the copy unit takes it, which refuses what it does not model."""
+        return TiledMap(
+            element=self.element,
+            extents=self.extents,
+            strides=self.strides,
+            box=self.box,
+            element_strides=self.element_strides,
+            swizzle=self.swizzle,
+            interleave=self.interleave,
+            nan_fill=self.nan_fill,
+        )
 
 
 def decode(raw: bytes | bytearray | memoryview) -> TensorMap:
@@ -82,50 +107,50 @@ def decode(raw: bytes | bytearray | memoryview) -> TensorMap:
     for i in range(rank - 1):
         strides.append((words[3 + i] | (words[7] >> 4 * i & 15) << 32) * 16)
     if words[13] >> 15 & 0x1FF:
-        raise ValueError(f"tensor map with unknown bits 0x{words[13] & 0xFF8000:x} beside its element strides")
+        raise ValueError(
+            f"tensor map with unknown bits 0x{words[13] & 0xFF8000:x} beside its element strides"
+        )
     box = [words[13] >> 24, *struct.unpack("<4B", struct.pack("<I", words[14]))]
     return TensorMap(
         address=words[0] | words[1] << 32,
-        tile=TiledMap(
-            element=element,
-            extents=tuple(word + 1 for word in words[8 : 8 + rank]),
-            strides=tuple(strides),
-            box=tuple(extent + 1 for extent in box[:rank]),
-            element_strides=tuple((words[13] >> 3 * i & 7) + 1 for i in range(rank)),
-            swizzle=SWIZZLES[flags >> SWIZZLE & 3],
-            interleave=INTERLEAVES[interleave],
-            nan_fill=bool(flags & NAN_FILL),
-        ),
+        element=element,
+        extents=tuple(word + 1 for word in words[8 : 8 + rank]),
+        strides=tuple(strides),
+        box=tuple(extent + 1 for extent in box[:rank]),
+        element_strides=tuple((words[13] >> 3 * i & 7) + 1 for i in range(rank)),
+        swizzle=SWIZZLES[flags >> SWIZZLE & 3],
+        interleave=INTERLEAVES[interleave],
+        nan_fill=bool(flags & NAN_FILL),
     )
 
 
-def encode(address: int, tile: TiledMap, l2_promotion: int = 0) -> bytes:
+def encode(map_: TensorMap, l2_promotion: int = 0) -> bytes:
     """The map as the driver writes it, without its own two words: what `decode` reads back."""
     words = [0] * 32
-    words[0], words[1] = address & 0xFFFFFFFF, address >> 32
+    words[0], words[1] = map_.address & 0xFFFFFFFF, map_.address >> 32
     words[2] = (
-        (len(tile.extents) - 1) << RANK
-        | ELEMENTS.index(AS_F32.get(tile.element, tile.element)) << ELEMENT
-        | INTERLEAVES.index(tile.interleave) << INTERLEAVE
-        | SWIZZLES.index(tile.swizzle) << SWIZZLE
-        | (NAN_FILL if tile.nan_fill else 0)
-        | (ROUND_TO_TF32 if tile.element in AS_F32 else 0)
+        (len(map_.extents) - 1) << RANK
+        | ELEMENTS.index(AS_F32.get(map_.element, map_.element)) << ELEMENT
+        | INTERLEAVES.index(map_.interleave) << INTERLEAVE
+        | SWIZZLES.index(map_.swizzle) << SWIZZLE
+        | (NAN_FILL if map_.nan_fill else 0)
+        | (ROUND_TO_TF32 if map_.element in AS_F32 else 0)
         | (0, 64, 128, 256).index(l2_promotion) << 17
     )
-    for i, stride in enumerate(tile.strides[1:]):
+    for i, stride in enumerate(map_.strides[1:]):
         if stride % 16 or not 0 <= stride < 1 << 40:
             raise ValueError(f"stride {stride} is not a multiple of 16 below 2^40")
         words[3 + i] = stride >> 4 & 0xFFFFFFFF
         words[7] |= (stride >> 36) << 4 * i
-    for i, extent in enumerate(tile.extents):
+    for i, extent in enumerate(map_.extents):
         if not 1 <= extent <= 1 << 32:
             raise ValueError(f"extent {extent} is not in 1..2^32")
         words[8 + i] = extent - 1
-    for i, stride in enumerate(tile.element_strides):
+    for i, stride in enumerate(map_.element_strides):
         if not 1 <= stride <= 8:
             raise ValueError(f"element stride {stride} is not in 1..8")
         words[13] |= (stride - 1) << 3 * i
-    for i, extent in enumerate(tile.box):
+    for i, extent in enumerate(map_.box):
         if not 1 <= extent <= 256:
             raise ValueError(f"box extent {extent} is not in 1..256")
         words[13 if i == 0 else 14] |= (extent - 1) << (24 if i == 0 else 8 * (i - 1))
