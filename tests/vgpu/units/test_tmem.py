@@ -109,19 +109,30 @@ def test_a_in_tensor_memory() -> None:
         tmem.a_operand(64, 1, ws=True)
 
 
-BLACKWELL = """shapes = ( ("32x32b", tcgen05.Ld32x32bOp), ("16x64b", tcgen05.Ld16x64bOp), ("16x128b",
-            tcgen05.Ld16x128bOp), ("16x256b", tcgen05.Ld16x256bOp), ("16x32bx2", tcgen05.Ld16x32bx2Op), )
-            for num, repeat in ((1, tcgen05.Repetition.x1), (2, tcgen05.Repetition.x2), (16,
-            tcgen05.Repetition.x16)): for shape, op in shapes: show(f"{shape} {num} 0",
-            cute.make_copy_atom(op(repeat, tcgen05.Pack.NONE), Float32).layout_dst_tv) packed =
-            cute.make_copy_atom(op(repeat, tcgen05.Pack.PACK_16b_IN_32b), Float16) show(f"{shape} {num} 1",
-            packed.layout_dst_tv) one, two = tcgen05.CtaGroup.ONE, tcgen05.CtaGroup.TWO for m, group in
-            ((64, one), (128, one), (128, two), (256, two)): op = tcgen05.MmaF16BF16Op( BFloat16, Float32,
-            (m, 64, 16), group, tcgen05.OperandSource.TMEM, OperandMajorMode.K, OperandMajorMode.MN ) mma =
-            cute.make_tiled_mma(op) c = mma.make_fragment_C(mma.partition_shape_C((m, 64))) show(f"c {m} {1
-            if group is one else 2}", c.layout[0]) a = mma.make_fragment_A(mma.partition_shape_A((m, 16)))
-            show(f"a {m} {1 if group is one else 2}", a.layout[0])
-            """
+BLACKWELL = """
+shapes = (
+    ("32x32b", tcgen05.Ld32x32bOp), ("16x64b", tcgen05.Ld16x64bOp), ("16x128b", tcgen05.Ld16x128bOp),
+    ("16x256b", tcgen05.Ld16x256bOp), ("16x32bx2", tcgen05.Ld16x32bx2Op),
+)
+repeats = ((1, tcgen05.Repetition.x1), (2, tcgen05.Repetition.x2), (16, tcgen05.Repetition.x16))
+for num, repeat in repeats:
+    for shape, op in shapes:
+        plain = cute.make_copy_atom(op(repeat, tcgen05.Pack.NONE), Float32)
+        show(f"{shape} {num} 0", plain.layout_dst_tv)
+        packed = cute.make_copy_atom(op(repeat, tcgen05.Pack.PACK_16b_IN_32b), Float16)
+        show(f"{shape} {num} 1", packed.layout_dst_tv)
+one, two = tcgen05.CtaGroup.ONE, tcgen05.CtaGroup.TWO
+for m, group in ((64, one), (128, one), (128, two), (256, two)):
+    source = tcgen05.OperandSource.TMEM
+    op = tcgen05.MmaF16BF16Op(
+        BFloat16, Float32, (m, 64, 16), group, source, OperandMajorMode.K, OperandMajorMode.MN
+    )
+    mma = cute.make_tiled_mma(op)
+    c = mma.make_fragment_C(mma.partition_shape_C((m, 64)))
+    show(f"c {m} {1 if group is one else 2}", c.layout[0])
+    a = mma.make_fragment_A(mma.partition_shape_A((m, 16)))
+    show(f"a {m} {1 if group is one else 2}", a.layout[0])
+"""
 
 
 @needs_dsl
