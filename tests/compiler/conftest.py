@@ -15,6 +15,7 @@ def cache_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("COFLASH_CACHE", str(root))
     monkeypatch.delenv("COFLASH_CACHE_READONLY", raising=False)
     builder._temporary.clear()
+    builder._temporary_roots.cache_clear()
     return root
 
 

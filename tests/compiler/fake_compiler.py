@@ -37,7 +37,7 @@ class FakeWorker:
     def close(self) -> None:
         pass
 
-    def run(self, job: builder.Job, folder: Path) -> None:
+    def run(self, job: builder.Job, folder: Path, *, report: bool = False) -> None:
         if self.log:
             with open(self.log, "a") as log:
                 log.write(f"{os.getpid()}\n")

@@ -128,10 +128,10 @@ def test_a_disk_that_refuses_is_reported_and_the_kernel_used_all_the_same(
 ):
     run = fake.run
 
-    def refusing(self, job, folder):
+    def refusing(self, job, folder, **kwargs):
         if folder.is_relative_to(cache_root):
             raise OSError(number, os.strerror(number))
-        run(self, job, folder)
+        run(self, job, folder, **kwargs)
 
     monkeypatch.setattr(fake, "run", refusing)
     with pytest.warns(RuntimeWarning, match=os.strerror(number)):
@@ -219,10 +219,10 @@ def test_many_kernels_at_once(fake, tmp_path):
 def test_many_kernels_of_which_one_fails(fake, tmp_path, monkeypatch):
     run = fake.run
 
-    def failing(self, job, folder):
+    def failing(self, job, folder, **kwargs):
         if job.config.unroll == 2:
             raise CompileError("the second")
-        run(self, job, folder)
+        run(self, job, folder, **kwargs)
 
     monkeypatch.setattr(fake, "run", failing)
     with pytest.raises(CompileError, match="the second"):

@@ -18,7 +18,7 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 from tests.compiler.fake_compiler import KERNEL
 from tests.compiler.scale_config import ScaleConfig
 
-from coflash.compiler import CompileError, Job, builder, cache, compile_to, dsl
+from coflash.compiler import CompileError, Job, builder, cache, compile_to, dsl, resources
 
 ARCHS = ("sm_90a", "sm_100a", "sm_103a")
 needs_objdump = pytest.mark.skipif(not shutil.which("objdump"), reason="needs binutils")
@@ -59,6 +59,20 @@ def test_spills_and_barriers_are_reported(tmp_path, arch):
     assert used.registers == 64
     assert used.static_shared_bytes == 0  # dynamic shared memory belongs to the launch
     assert used.barriers == 1
+
+
+def test_a_report_changes_no_instruction(tmp_path):
+    plain = compile_to(tmp_path / "plain", KERNEL, ScaleConfig(), "sm_90a", report=False)
+    full = compile_to(tmp_path / "full", KERNEL, ScaleConfig(), "sm_90a")
+
+    def code(compiled):
+        sections = resources._sections(compiled.cubin.read_bytes())
+        return sections[".text." + compiled.symbol].data
+
+    assert code(plain) == code(full)
+    assert ".loc" in full.ptx.read_text() and ".loc" not in plain.ptx.read_text()
+    (used,) = plain.resources
+    assert (used.registers, used.stack_bytes, used.spill_stores) == (full.resources[0].registers, 0, 0)
 
 
 @needs_objdump

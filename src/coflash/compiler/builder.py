@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +54,7 @@ def build(kernel_name: str, config: Any, arch: str) -> Entry:
     entry = cache.find(key) or _temporary.get(key)
     if entry is None:
         with Worker() as worker:
-            entry = _make(job, key, [cache.writable_root()], worker)
+            entry = _make(job, key, cache.writable_root(), worker)
     return entry
 
 
@@ -79,7 +79,7 @@ def build_many(
             with lock:
                 worker = free.pop() if free else Worker()
             try:
-                found = _make(job, key, [root or cache.writable_root()], worker, spare=root is None)
+                found = _make(job, key, root or cache.writable_root(), worker, shipped=root is not None)
             finally:
                 with lock:
                     free.append(worker)
@@ -98,47 +98,41 @@ def build_many(
 _temporary: dict[Key, Entry] = {}  # kernels of this process that no cache could keep
 
 
-def _make(job: Job, key: Key, roots: list[Path], worker: Worker, *, spare: bool = True) -> Entry:
-    """Compile into the first root that has room; with `spare`, a private temporary folder is the last of
-    them.
-    """
+def _make(job: Job, key: Key, root: Path, worker: Worker, *, shipped: bool = False) -> Entry:
+    """Compile into `root`. Unless the entry is to be shipped, a private temporary folder will do as well."""
     if key.dsl is None:
         raise CompileError(
             f"{job.kernel} for {job.arch} isn't compiled yet, and compiling needs nvidia-cutlass-dsl, which "
             "isn't installed; make a folder with `coflash compile` elsewhere and name it in "
             "COFLASH_CACHE_READONLY"
         )
-    reasons = []
-    for root in roots:
+    refusals = []
+    for place in _places(root, shipped):
         try:
-            with cache.writing(root, key) as folder:
-                # Whoever held the lock before may have made it.
-                return cache.find_in(root, key) or _compile_and_publish(job, key, root, folder, worker)
+            with cache.writing(place, key) as folder:
+                entry = cache.find_in(place, key)  # whoever held the lock before may have made it
+                if entry is None:
+                    worker.run(job, folder, report=shipped)
+                    entry = cache.publish(folder, place, key)
         except OSError as error:
-            reasons.append(error)
-    if not spare:
-        raise CompileError(f"no room for compiled kernels: {'; '.join(map(str, reasons))}") from reasons[-1]
-    for root in _temporary_roots():
-        try:
-            with cache.writing(root, key) as folder:
-                entry = _compile_and_publish(job, key, root, folder, worker)
-        except OSError as error:
-            reasons.append(error)
-        else:
+            refusals.append(error)
+            continue
+        if refusals:
             warnings.warn(
                 f"the compiled kernel {job.kernel} could not be kept on disk; "
-                f"the next process will compile it again: {reasons[0]}",
+                f"the next process will compile it again: {refusals[0]}",
                 RuntimeWarning,
                 stacklevel=4,
             )
             _temporary[key] = entry
-            return entry
-    raise CompileError(f"no room for compiled kernels: {'; '.join(map(str, reasons))}") from reasons[-1]
+        return entry
+    raise CompileError(f"no room for compiled kernels: {'; '.join(map(str, refusals))}") from refusals[-1]
 
 
-def _compile_and_publish(job: Job, key: Key, root: Path, folder: Path, worker: Worker) -> Entry:
-    worker.run(job, folder)
-    return cache.publish(folder, root, key)
+def _places(root: Path, shipped: bool) -> Iterator[Path]:
+    yield root
+    if not shipped:
+        yield from _temporary_roots()
 
 
 @functools.cache
@@ -166,10 +160,10 @@ class Worker:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def run(self, job: Job, folder: Path) -> None:
+    def run(self, job: Job, folder: Path, *, report: bool = False) -> None:
         """Compile one kernel into `folder`. OSError where the disk refused, CompileError otherwise."""
         try:
-            message = pickle.dumps((str(folder), job.kernel, job.config, job.arch))
+            message = pickle.dumps((str(folder), job.kernel, job.config, job.arch, report))
         except Exception as error:
             raise CompileError(f"{job.config!r} can't be sent to a compiler process: {error}") from error
         process = self._start(job.arch)

@@ -19,7 +19,7 @@ class Resources:
     symbol: str
     registers: int  # at launch; a kernel that reallocates registers starts with these
     stack_bytes: int
-    spill_stores: int | None  # bytes; None where the assembler's log wasn't at hand
+    spill_stores: int | None  # bytes; None: some of the stack, but the log that says how much isn't at hand
     spill_loads: int | None
     static_shared_bytes: int  # per block; dynamic shared memory is the launch's
     barriers: int | None  # named barriers in use, per block
@@ -55,14 +55,15 @@ def read(cubin: bytes, log: str = "") -> tuple[Resources, ...]:
             if attribute == _REQUIRED_THREADS:
                 x, y, z = struct.unpack("<III", value[:12])
                 threads = x * y * z
-        spills = _spills(log, symbol)
+        frame = stack.get(symbol, 0)
+        spills = (0, 0) if frame == 0 else _spills(log, symbol)  # what is spilled is spilled to the stack
         shared = sections.get(".nv.shared." + symbol)
         barriers = re.search(rf"entry function '{re.escape(symbol)}'.*?used (\d+) barriers", log)
         found.append(
             Resources(
                 symbol=symbol,
                 registers=registers[symbol],
-                stack_bytes=stack.get(symbol, 0),
+                stack_bytes=frame,
                 spill_stores=spills[0] if spills else None,
                 spill_loads=spills[1] if spills else None,
                 static_shared_bytes=shared.size if shared else 0,

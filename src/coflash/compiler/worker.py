@@ -5,14 +5,15 @@ anything else of the parent's is imported. Kernels never need PyTorch, and its i
 compiling does. A compiler in its own process also can't take the caller down, nor leave anything behind in
 it.
 
-A job is a length (8 bytes, little endian) and a pickle of (folder, kernel name, config, arch). An answer
-is one line of JSON, either {"ok": true} or {"error": ..., "errno": ...}.
+A job is a length (8 bytes, little endian) and a pickle of (folder, kernel name, config, arch, report). An
+answer is one line of JSON, either {"ok": true} or {"error": ..., "errno": ...}.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import json
 import os
 import pickle
@@ -30,6 +31,7 @@ def main() -> None:
     sys.modules["coflash"] = package
     sys.modules["torch"] = None  # type: ignore[assignment]
 
+    gc.disable()  # tracing makes millions of small objects and few cycles; the process is short-lived
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever the compiler prints must not look like an answer
     while header := sys.stdin.buffer.read(8):
@@ -39,11 +41,11 @@ def main() -> None:
 
 def answer(job: bytes) -> dict[str, Any]:
     try:
-        folder, kernel, config, arch = pickle.loads(job)
+        folder, kernel, config, arch, report = pickle.loads(job)
         from coflash.compiler import cache, dsl
 
         with contextlib.redirect_stdout(sys.stderr):
-            dsl.compile_to(folder, kernel, config, arch)
+            dsl.compile_to(folder, kernel, config, arch, report=report)
             cache.seal(dsl.Path(folder))
     except BaseException as error:
         cause: BaseException | None = error
