@@ -161,7 +161,51 @@ EXPORT int32_t _cudaKernelSetAttributeForDevice(Kernel *kernel, int32_t attribut
   return _cudaFuncSetAttribute(kernel, attribute, value);
 }
 
+/* The driver's encoding of a tiled tensor map, for host code that asks the driver instead of doing it itself. The bits
+ * are those that tensormap.py reads; the driver's two words of its own stay zero. */
+EXPORT int32_t _cuTensorMapEncodeTiled(uint32_t *map, uint32_t type, uint32_t rank, uint64_t address,
+                                       const uint64_t *extents, const uint64_t *strides, const uint32_t *box,
+                                       const uint32_t *element_strides, uint32_t interleave, uint32_t swizzle,
+                                       uint32_t l2_promotion, uint32_t fill) {
+  /* Codes of the driver's types 0 to 12; the tf32 types are float32 types with a flag. */
+  static const uint32_t code[] = {0, 1, 2, 3, 4, 5, 6, 7, 9, 10, 8, 7, 8};
+  if (type > 12 || rank < 1 || rank > 5 || interleave > 2 || swizzle > 3 || l2_promotion > 3 || fill > 1 ||
+      address % 16)
+    return fail(INVALID_VALUE, "cuTensorMapEncodeTiled", "a type, rank, mode or address the driver refuses");
+  memset(map, 0, 128);
+  map[0] = (uint32_t)address, map[1] = (uint32_t)(address >> 32);
+  map[2] = (rank - 1) << 4 | code[type] << 7 | interleave << 11 | swizzle << 13 | fill << 15 |
+           (uint32_t)(type > 10) << 16 | l2_promotion << 17;
+  for (uint32_t i = 0; i < rank; i++) {
+    if (extents[i] < 1 || extents[i] > 1ull << 32 || box[i] < 1 || box[i] > 256 || element_strides[i] < 1 ||
+        element_strides[i] > 8 || (i && (strides[i - 1] % 16 || strides[i - 1] >= 1ull << 40)))
+      return fail(INVALID_VALUE, "cuTensorMapEncodeTiled", "an extent, stride or box the driver refuses");
+    map[8 + i] = (uint32_t)(extents[i] - 1);
+    map[13] |= (element_strides[i] - 1) << 3 * i;
+    if (i == 0)
+      map[13] |= (box[0] - 1) << 24;
+    else {
+      map[14] |= (box[i] - 1) << 8 * (i - 1);
+      map[2 + i] = (uint32_t)(strides[i - 1] >> 4);
+      map[7] |= (uint32_t)(strides[i - 1] >> 36) << 4 * (i - 1);
+    }
+  }
+  return SUCCESS;
+}
+
+/* Host code ends the process where this is not zero; here the launch that follows is refused instead. */
+static int32_t refused;
+
+EXPORT void cuda_dialect_assert_success(int32_t code) {
+  if (code) refused = code;
+}
+
 EXPORT int32_t _cudaLaunchKernelEx(const LaunchConfig *config, const Kernel *kernel, void **arguments) {
+  if (refused) {
+    int32_t code = refused;
+    refused = SUCCESS;
+    return code;
+  }
   if (!on_launch) return fail(NOT_SUPPORTED, "cudaLaunchKernelEx", "nobody records");
   return on_launch(kernel->name, config, arguments);
 }
