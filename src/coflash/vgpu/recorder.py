@@ -1,13 +1,14 @@
 """Launches out of compiled host code, on a machine without a GPU or a driver.
 
-CuTe-DSL exports a function as an object: host code that checks its arguments, builds tensor maps, works out the grid,
-and calls the runtime library to launch a kernel. `record` loads that object over a stand-in runtime (`recorder.c`),
-calls it with host tensors that claim to be CUDA tensors, and returns what it would have launched:
+CuTe-DSL exports a function as an object: host code that checks its arguments, builds tensor maps, works out
+the grid, and calls the runtime library to launch a kernel. `record` loads that object over a stand-in
+runtime (`recorder.c`), calls it with host tensors that claim to be CUDA tensors, and returns what it would
+have launched:
 
     launches = record("forward.so", ptx="forward.ptx")(q, k, v, out, lse, scale)
 
-The host code runs unmodified, so grid, cluster, parameters and tensor maps are the ones the hardware would get, and
-addresses in them are addresses of the host tensors.
+The host code runs unmodified, so grid, cluster, parameters and tensor maps are the ones the hardware would
+get, and addresses in them are addresses of the host tensors.
 """
 
 from __future__ import annotations
@@ -60,14 +61,14 @@ class RecorderError(RuntimeError):
     """The object, its PTX and the arguments do not fit together, or the recorder could not be built."""
 
 
-# ---- The stand-in runtime --------------------------------------------------------------------------------------------
+# ---- The stand-in runtime ----------------------------------------------------------------------------------
 
 
 class _Dim3(ctypes.Structure):
     _fields_ = [("x", ctypes.c_uint32), ("y", ctypes.c_uint32), ("z", ctypes.c_uint32)]
 
-    def __iter__(self):
-        return iter((self.x, self.y, self.z))
+    def triple(self) -> tuple[int, int, int]:
+        return (self.x, self.y, self.z)
 
 
 class _Attribute(ctypes.Structure):
@@ -132,8 +133,9 @@ def _c_compiler() -> str:
         path = shutil.which(name)
         if path:
             return path
+    missing = wanted or "none of cc, gcc, clang"
     raise RecorderError(
-        f"recording a launch needs a C compiler, and {wanted or 'none of cc, gcc, clang'} is not on the PATH; "
+        f"recording a launch needs a C compiler, and {missing} is not on the PATH; "
         "install one or name one in the environment variable CC"
     )
 
@@ -155,7 +157,7 @@ def _runtime() -> ctypes.CDLL:
     return library
 
 
-def _tvm_ffi():
+def _tvm_ffi() -> Any:
     try:
         import torch  # noqa: F401  before tvm_ffi, which looks for it while it is itself half imported
     except ImportError:
@@ -167,7 +169,7 @@ def _tvm_ffi():
     return tvm_ffi
 
 
-def _load(path: Path):
+def _load(path: Path) -> Any:
     """The object as a module whose runtime calls go to the recorder."""
     tvm_ffi = _tvm_ffi()
     _runtime()
@@ -186,7 +188,8 @@ def _load(path: Path):
             # A needed library is found by name, and the recorder is already loaded under the other one.
             loadable.write_bytes(image.replace(RUNTIME.encode() + b"\0", LIBRARY.encode() + b"\0"))
         try:
-            # Its own libraries first, whatever the process has loaded globally; every symbol at once, not at call.
+            # Its own libraries first, whatever the process has loaded globally; every symbol at once, not
+            # at call.
             ctypes.CDLL(str(loadable), mode=os.RTLD_NOW | os.RTLD_LOCAL | os.RTLD_DEEPBIND)
             return tvm_ffi.load_module(str(loadable))
         except OSError as error:
@@ -204,7 +207,7 @@ def exported_functions(path: Path) -> list[str]:
     return sorted(name.decode() for name in names)
 
 
-# ---- Host tensors as CUDA tensors ------------------------------------------------------------------------------------
+# ---- Host tensors as CUDA tensors --------------------------------------------------------------------------
 
 
 class _DLTensor(ctypes.Structure):
@@ -274,8 +277,8 @@ def host_memory(tensor: Any, name: str = "") -> Buffer | None:
 
 def _buffer(address: int, nbytes: int, name: str, keep: Any) -> Buffer:
     memory = (ctypes.c_uint8 * nbytes).from_address(address)
-    memory._keep = keep  # the array is the memory's only other owner
-    return Buffer(address, np.frombuffer(memory, np.uint8), name)
+    memory._keep = keep  # type: ignore[attr-defined]  # the view is the memory's only other owner
+    return Buffer(address, np.frombuffer(memoryview(memory).cast("B"), np.uint8), name)
 
 
 def merge_buffers(buffers: Iterable[Buffer]) -> list[Buffer]:
@@ -292,7 +295,7 @@ def merge_buffers(buffers: Iterable[Buffer]) -> list[Buffer]:
     return merged
 
 
-# ---- Parameters ------------------------------------------------------------------------------------------------------
+# ---- Parameters --------------------------------------------------------------------------------------------
 
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\((.*?)\)\s*(?=[.{])", re.DOTALL)
 _PARAM = re.compile(
@@ -321,7 +324,7 @@ def parameter_layout(ptx: str, kernel: str) -> list[tuple[int, int]]:
     return layout
 
 
-# ---- record ----------------------------------------------------------------------------------------------------------
+# ---- record ------------------------------------------------------------------------------------------------
 
 
 def record(
@@ -334,10 +337,11 @@ def record(
 ) -> Callable[..., list[Launch]]:
     """A callable that runs the host code of an exported object and returns its launches instead of launching.
 
-    `shared_object` is what CuTe-DSL's `export_to_c` wrote, linked or not. `ptx` is its PTX, as text or as a file (by
-    default the file beside the object that ends in .ptx). `function` is the exported name, needed where there are
-    several. `names` names the arguments in reports. The callable takes what the compiled function takes; tensors are
-    host tensors with DLPack, and kernels that run later read and write them in place.
+    `shared_object` is what CuTe-DSL's `export_to_c` wrote, linked or not. `ptx` is its PTX, as text or as a
+    file (by default the file beside the object that ends in .ptx). `function` is the exported name, needed
+    where there are several. `names` names the arguments in reports. The callable takes what the compiled
+    function takes; tensors are host tensors with DLPack, and kernels that run later read and write them in
+    place.
     """
     path = Path(shared_object)
     if not path.exists():
@@ -442,16 +446,16 @@ def _launch(ptx: str, kernel: str, config: _Config, values: Any, buffers: list[B
     params = bytearray(max((offset + size for offset, size in layout), default=0))
     for i, (offset, size) in enumerate(layout):
         params[offset : offset + size] = ctypes.string_at(values[i], size)
-    cluster = (1, 1, 1)
+    cluster: tuple[int, int, int] = (1, 1, 1)
     for i in range(config.attribute_count):
         attribute = config.attributes[i]
         if attribute.id == CLUSTER_DIMENSION and attribute.value[0]:
-            cluster = tuple(attribute.value[:3])
+            cluster = (attribute.value[0], attribute.value[1], attribute.value[2])
     return Launch(
         ptx=ptx,
         kernel=kernel,
-        grid=tuple(config.grid),
-        block=tuple(config.block),
+        grid=config.grid.triple(),
+        block=config.block.triple(),
         cluster=cluster,
         shared_bytes=config.dynamic_shared_bytes,
         params=bytes(params),

@@ -20,7 +20,8 @@
     16, 18       bytes of a box and alignment of its shared memory, for the driver's own use
 
 The layout was found by varying one argument at a time, and is held against 1000 maps encoded by a driver
-(tests/vgpu/hardware). L2 promotion and bits 1 and 21 of word 2 change no byte that is copied, and are skipped.
+(tests/vgpu/hardware). L2 promotion and bits 1 and 21 of word 2 change no byte that is copied, and are
+skipped.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ KNOWN = 7 << RANK | 15 << ELEMENT | 3 << INTERLEAVE | 3 << SWIZZLE | NAN_FILL | 
 
 @dataclass(frozen=True)
 class TensorMap:
-    """The arguments of `cuTensorMapEncodeTiled`, innermost dimension first; L2 promotion is not among them."""
+    """The arguments of `cuTensorMapEncodeTiled`, innermost dimension first; L2 promotion is not among
+    them."""
 
     address: int
     element: str

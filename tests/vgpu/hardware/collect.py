@@ -1,7 +1,9 @@
-"""Record what a Hopper GPU does, for tests that run without one: python -m tests.vgpu.hardware.collect PACKED OUT
+"""Record what a Hopper GPU does, for tests that run without one: python -m tests.vgpu.hardware.collect
+PACKED OUT
 
-Needs PyTorch with a GPU, and for the kernels apache-tvm-ffi and CuTe-DSL's runtime library. PACKED is a folder made
-by `pack.py` (or an empty one). Writes OUT/tensormaps.npz, OUT/approximations.npz, OUT/approximation_errors.json and OUT/kernels.npz.
+Needs PyTorch with a GPU, and for the kernels apache-tvm-ffi and CuTe-DSL's runtime library. PACKED is a
+folder made by `pack.py` (or an empty one). Writes OUT/tensormaps.npz, OUT/approximations.npz,
+OUT/approximation_errors.json and OUT/kernels.npz.
 """
 
 from __future__ import annotations
@@ -15,7 +17,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-
 from tests.vgpu.hardware.samples import FLOAT16, FLOAT32, float16_inputs, float32_inputs
 
 MAPS = 1000
@@ -30,7 +31,7 @@ def _check(status: int) -> None:
         raise RuntimeError(f"CUDA driver error {status}")
 
 
-# ---- Tensor maps ----------------------------------------------------------------------------------------------------
+# ---- Tensor maps -------------------------------------------------------------------------------------------
 
 
 def draw_map(rng: random.Random) -> dict:
@@ -114,7 +115,7 @@ def collect_maps(driver: ctypes.CDLL) -> dict[str, np.ndarray]:
     return columns
 
 
-# ---- Approximate functions ------------------------------------------------------------------------------------------
+# ---- Approximate functions ---------------------------------------------------------------------------------
 
 
 def unary_ptx(operation: str) -> str:
@@ -195,7 +196,8 @@ def _ordered(x: torch.Tensor) -> torch.Tensor:
 
 
 def measure_errors(driver: ctypes.CDLL) -> dict[str, dict[str, float]]:
-    """Over every float32 (sin and cos: every one in [-pi, pi]): the distance to the float64 function, rounded."""
+    """Over every float32 (sin and cos: every one in [-pi, pi]): the distance to the float64 function,
+    rounded."""
     worst: dict[str, dict[str, float]] = {}
     chunk = 1 << 27
     for operation in FLOAT32:
@@ -229,7 +231,7 @@ def measure_errors(driver: ctypes.CDLL) -> dict[str, dict[str, float]]:
     return worst
 
 
-# ---- Compiled kernels -----------------------------------------------------------------------------------------------
+# ---- Compiled kernels --------------------------------------------------------------------------------------
 
 
 def run_packed(path: Path) -> dict[str, np.ndarray]:

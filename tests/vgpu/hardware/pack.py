@@ -1,4 +1,5 @@
-"""Pack calls of compiled kernels for a GPU machine without a compiler: shared objects, inputs, argument lists."""
+"""Pack calls of compiled kernels for a GPU machine without a compiler: shared objects, inputs, argument
+lists."""
 
 from __future__ import annotations
 

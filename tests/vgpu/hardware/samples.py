@@ -1,4 +1,5 @@
-"""The inputs on which the hardware's approximate functions were recorded; made by integer arithmetic alone."""
+"""The inputs on which the hardware's approximate functions were recorded; made by integer arithmetic
+alone."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ import numpy as np
 
 COUNT = 1 << 15
 
-# PTX operation -> interval of its second sample (bit patterns every 2^32 / COUNT of all float32 are the first).
+# PTX operation -> interval of its second sample (bit patterns every 2^32 / COUNT of all float32 are the
+# first).
 FLOAT32 = {
     "ex2.approx.f32": (-2.0, 2.0),
     "ex2.approx.ftz.f32": (-2.0, 2.0),

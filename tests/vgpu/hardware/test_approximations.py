@@ -1,8 +1,8 @@
 """The models of the approximate functions against an H200's results (driver 580.159).
 
-The models are the float64 function, rounded. How far the hardware is from that, at most, over every float32 is in
-data/approximation_errors.json; here the same bounds must hold between hardware and model on the recorded sample, and
-NaNs, infinities and zeros must be the same.
+The models are the float64 function, rounded. How far the hardware is from that, at most, over every float32
+is in data/approximation_errors.json; here the same bounds must hold between hardware and model on the
+recorded sample, and NaNs, infinities and zeros must be the same.
 """
 
 import json
@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.vgpu.hardware.samples import FLOAT16, FLOAT32, float16_inputs, float32_inputs
 
 from coflash.vgpu.units import arith
-from tests.vgpu.hardware.samples import FLOAT16, FLOAT32, float16_inputs, float32_inputs
 
 DATA = Path(__file__).parent / "data"
 ULP = {"ex2": 2, "rcp": 1, "rsqrt": 2, "sqrt": 1, "tanh": 134}

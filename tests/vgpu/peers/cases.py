@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-
 from tests.vgpu.peers.harness import Call, peer_session
 
 BFLOAT16_EPS = 2.0**-8
@@ -26,7 +25,8 @@ class Case:
     backward: bool = False
     deterministic: bool = False
     exact: bool = False
-    """Inputs whose softmax has a power of two of equal weights, so that any order of additions gives the same bits."""
+    """Inputs whose softmax has a power of two of equal weights, so that any order of additions gives the
+    same bits."""
 
     def __str__(self) -> str:
         words = [self.arch, "bwd" if self.backward else "fwd", f"d{self.head_dim}"]
@@ -92,7 +92,8 @@ def inputs(case: Case, seed: int = 1) -> dict[str, torch.Tensor]:
         return {name: _bfloat16(rng.standard_normal(shape)) for name, shape in shapes.items()}
     made = {name: rng.integers(-8, 9, shape) for name, shape in shapes.items()}
     for name, seqlen in (("q", case.seqlen_q), ("k", case.seqlen_k)):
-        # Row i is 64 times unit vector i mod head_dim: scores are 4096 for seqlen_k / head_dim keys, 0 for the rest.
+        # Row i is 64 times unit vector i mod head_dim: scores are 4096 for seqlen_k / head_dim keys, 0 for
+        # the rest.
         hot = 64 * (np.arange(seqlen)[:, None] % case.head_dim == np.arange(case.head_dim))
         made[name] = np.broadcast_to(hot[None, :, None, :], shapes[name])
     return {name: _bfloat16(values) for name, values in made.items()}
@@ -107,7 +108,8 @@ def _leads(case: Case) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def attention(
     case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention in the type of its inputs, in plain PyTorch: out, and lse as (heads, tokens) or (1, heads, tokens)."""
+    """Attention in the type of its inputs, in plain PyTorch: out, and lse as (heads, tokens) or (1, heads,
+    tokens)."""
     if case.cu_seqlens:
         whole = Case(case.arch, case.head_dim, 0, 0, case.nheads_q, case.nheads_kv, case.causal)
         pieces = [
@@ -164,7 +166,8 @@ def run(
 
 
 def allowed_error(case: Case, given: dict[str, torch.Tensor]) -> dict[str, float]:
-    """The design's rule: twice the error of plain PyTorch in the input type, plus one rounding of the result."""
+    """The design's rule: twice the error of plain PyTorch in the input type, plus one rounding of the
+    result."""
     right, plain = answers(case, given, torch.float64), answers(case, given, torch.bfloat16)
     allowed = {}
     for name, value in right.items():

@@ -1,8 +1,9 @@
 """Run another package's CuTe-DSL kernels on the virtual GPU, through that package's own Python functions.
 
-`peer_session("sm_90a", on_call)` makes CPU tensors look like CUDA tensors to the package, stands in for the device
-queries it makes while compiling, and hands every call of a function it compiled to `on_call`. The callback normally
-records the call's launches and runs them, so that what the package does next sees the results.
+`peer_session("sm_90a", on_call)` makes CPU tensors look like CUDA tensors to the package, stands in for the
+device queries it makes while compiling, and hands every call of a function it compiled to `on_call`. The
+callback normally records the call's launches and runs them, so that what the package does next sees the
+results.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ MULTIPROCESSORS = {"sm_90a": 132, "sm_100a": 148}
 
 @dataclass
 class Call:
-    """One call of a compiled function: the exported object, its PTX, and the arguments (host tensors and scalars)."""
+    """One call of a compiled function: the exported object, its PTX, and the arguments (host tensors and
+    scalars)."""
 
     name: str
     object: Path
@@ -38,7 +40,8 @@ class Call:
         return made
 
 
-# Compiled functions outlive a session in the package's caches, so they look up the callback of the running one.
+# Compiled functions outlive a session in the package's caches, so they look up the callback of the running
+# one.
 _on_call: list[Callable[[Call], None]] = []
 
 

@@ -133,7 +133,8 @@ def test_no_compiler(monkeypatch, tmp_path):
 
 def test_parameter_layout_follows_natural_alignment():
     ptx = """.visible .entry f(
-      .param .b8 a, .param .u64 .ptr .global .align 16 b, .param .f32 c, .param .align 16 .b8 d[20], .param .u16 e
+      .param .b8 a, .param .u64 .ptr .global .align 16 b, .param .f32 c, .param .align 16 .b8 d[20], .param
+      .u16 e
     ) { ret; }"""
     assert parameter_layout(ptx, "f") == [(0, 1), (8, 8), (16, 4), (32, 20), (52, 2)]
     assert parameter_layout(".entry g() { ret; }", "g") == []
@@ -159,7 +160,8 @@ def test_views_of_one_allocation_become_one_buffer():
 
 
 def test_encoded_tensor_maps_are_the_drivers():
-    """Host code may ask the driver for its tensor maps; the recorder answers as a driver did, on 1000 of them."""
+    """Host code may ask the driver for its tensor maps; the recorder answers as a driver did, on 1000 of
+    them."""
     data = np.load(Path(__file__).parents[1] / "hardware" / "data" / "tensormaps.npz")
     encode = recorder._runtime()._cuTensorMapEncodeTiled
     out = (ctypes.c_uint8 * 128)()
