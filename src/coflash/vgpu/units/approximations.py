@@ -15,7 +15,7 @@ import numpy as np
 
 from .floats import flush_raw, values
 from .form import Form
-from .formats import F2, F4, F8, U4, U8, Array, bf16_from_f32, flush, raw16, raw32
+from .formats import F2, F4, F8, U4, U8, Array, Constant, bf16_from_f32, every, flush, raw16, raw32
 
 Function = Callable[..., Any]
 
@@ -71,18 +71,17 @@ def _build(form: Form) -> Function:
     return narrow
 
 
-_LOWEST = np.array([-126.0], F4)
+_LOWEST = Constant(-126.0, F4)
 
 
 def _ex2_ftz(a: Array) -> Array:
-    """2^x; inputs below -126 give a subnormal, which flushes to +0, and a subnormal input gives 1 with or
-    without flushing."""
+    """2^x; below -126 it is a subnormal, which flushes to +0; a subnormal x gives 1 anyway."""
     x = a.view(F4)
-    return raw32(
-        np.exp2(x, dtype=F8).astype(F4) * (x >= _LOWEST)
-        if not (x >= _LOWEST).all()
-        else np.exp2(x, dtype=F8).astype(F4)
-    )
+    r = np.exp2(x.astype(F8)).astype(F4)
+    normal = x >= _LOWEST.like(x)
+    if every(normal):  # so there is no NaN either
+        return r.view(U4)
+    return raw32(r * normal.astype(F4))
 
 
 def _rounded_reciprocal(form: Form, type_: str, ftz: bool) -> Function:

@@ -23,8 +23,10 @@ from .formats import (
     Array,
     bf16_from_f32,
     bf16_to_f32,
+    bf16_words,
     encode,
     flush,
+    has_nan,
     raw16,
     raw32,
     round_f32,
@@ -214,40 +216,31 @@ def _pair_from_f32(form: Form, name: str) -> Function:
     """cvt.rn.bf16x2.f32 d, a, b: a in the upper half."""
     mode = form.one_of("rn", "rz")
     relu, satfinite = form.take("relu"), form.take("satfinite")
-    sixteen = np.array([16], U4)
-    if mode == "rn" and not satfinite:
-        convert = _bf16_word if name == "bf16" else _f16_word
+    nearest = _bf16_pairs if name == "bf16" else _f16_pairs
 
-        def run(a: Array, b: Array) -> Array:
-            high, low = convert(a), convert(b)
-            if relu:
-                high, low = _relu(high.astype(U2)).astype(U4), _relu(low.astype(U2)).astype(U4)
-            return (high << sixteen) | low
+    def run(a: Array, b: Array) -> Array:
+        if a.shape != b.shape:
+            a, b = np.broadcast_arrays(a, b)
+        both = np.empty((*a.shape[:-1], 2 * a.shape[-1]), U4)
+        both[..., 0::2] = b
+        both[..., 1::2] = a
+        if mode == "rn" and not satfinite:
+            r = nearest(both)
+        else:
+            r = encode(both.view(F4), name, mode, satfinite)
+        return (_relu(r) if relu else r).view(U4)
 
-        return run
-
-    def general(a: Array, b: Array) -> Array:
-        high, low = (encode(v.view(F4), name, mode, satfinite) for v in (a, b))
-        if relu:
-            high, low = _relu(high), _relu(low)
-        return (high.astype(U4) << sixteen) | low
-
-    return general
+    return run
 
 
-def _f16_word(a: Array) -> Array:
-    return raw16(a.view(F4).astype(F2)).astype(U4)
+def _f16_pairs(words: Array) -> Array:
+    return raw16(words.view(F4).astype(F2))
 
 
-_S16, _ONE, _HALF = np.array([16], U4), np.array([1], U4), np.array([0x7FFF], U4)
-
-
-def _bf16_word(a: Array) -> Array:
-    """bf16 of a raw float32 register, in the low half of a 32-bit word."""
-    r = (a + (((a >> _S16) & _ONE) + _HALF)) >> _S16
-    x = a.view(F4)
-    d = x.dot(x) if x.ndim == 1 else np.vdot(x, x)
-    return np.where(x != x, U4.type(NAN16), r) if d != d else r
+def _bf16_pairs(words: Array) -> Array:
+    r = bf16_words(words).view(U2)[..., 1::2].copy()
+    x = words.view(F4)
+    return np.where(x != x, NAN16, r) if has_nan(x) else r
 
 
 def _pair(a: Array, source: str) -> tuple[Array, Array]:

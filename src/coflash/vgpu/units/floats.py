@@ -23,12 +23,13 @@ from .formats import (
     U4,
     U8,
     Array,
+    Constant,
     UnsupportedInstruction,
     bf16_from_f32,
     bf16_to_f32,
     encode,
+    every,
     flush,
-    has_nan,
     raw16,
     raw32,
     round_f32,
@@ -67,61 +68,45 @@ def flush_raw(raw: Array, type_: str) -> Array:
 
 # --- float32, the hot ones ---
 
-_LOW28 = np.array([0x0FFFFFFF], U8)
+_LOW28 = Constant(0x0FFFFFFF, U8)
 
 
-def _add32(a: Array, b: Array) -> Array:
-    return a + b
+def _odd_sum(p: Array, c: Array, s: Array) -> Array:
+    """s = p + c of float64, rounded to odd where it is not exact."""
+    t = s - p
+    e = (p - (s - t)) + (c - t)
+    if not np.count_nonzero(e):
+        return s
+    return round_to_odd(s, np.where(np.isfinite(s), e, 0.0))
 
 
-def _sub32(a: Array, b: Array) -> Array:
-    return a - b
+def _fma32(a: Array, b: Array, c: Array) -> Array:
+    """fma.rn.f32: the float64 product is exact, but the float64 sum may make the rounding to float32 a second
+    one.
 
-
-def _mul32(a: Array, b: Array) -> Array:
-    return a * b
-
-
-def fma32(a: Array, b: Array, c: Array) -> Array:
-    """fma.rn.f32 on float32 values: the float64 product is exact, the float64 sum may round a second time.
-
-    The second rounding (float64 to float32) can only go wrong where the first left a float32 tie, whose low
-    28 bits are zero (also for subnormal results); those lanes are redone from the exact sum. NaN lanes have
-    zero low bits too.
+    That can only go wrong where the first rounding left a float32 tie, whose low 28 bits are zero (also for
+    subnormal results); then the sum is rounded to odd instead. NaN has zero low bits too, so it is looked for
+    on that side only.
     """
-    p = np.multiply(a, b, dtype=F8)
+    p = a.view(F4).astype(F8) * b.view(F4).astype(F8)
+    c = c.view(F4).astype(F8)
     s = p + c
-    if (s.view(U8) & _LOW28).all():
-        return s.astype(F4)
-    e = two_sum_error(p, c.astype(F8), s)
-    if e.any():
-        s = round_to_odd(s, e)
-    return s.astype(F4)
-
-
-def _fma_raw32(a: Array, b: Array, c: Array) -> Array:
-    """fma.rn.f32 on raw registers; NaN is looked for only on the slow side of the tie test."""
-    p = np.multiply(a.view(F4), b.view(F4), dtype=F8)
-    c = c.view(F4)
-    s = p + c
-    if (s.view(U8) & _LOW28).all():
+    bits = s.view(U8)
+    if every(bits & _LOW28.like(bits)):
         return s.astype(F4).view(U4)
-    e = two_sum_error(p, c.astype(F8), s)
-    if e.any():
-        s = round_to_odd(s, e)
-    return raw32(s.astype(F4))
-
-
-def _directed_zero(r: Array, s: Array, negative: Array) -> Array:
-    """Rounding down, an exact sum of zero is -0 unless both terms are +0."""
-    return np.where((s == 0) & negative, F4.type(-0.0), r)
+    return raw32(_odd_sum(p, c, s).astype(F4))
 
 
 def _sum_directed(p: Array, c: Array, mode: str) -> Array:
     """p + c (float64, exact terms) rounded to float32 as mode says."""
     s = p + c
-    r = round_f32(s, two_sum_error(p, c, s), mode)
-    return _directed_zero(r, s, np.signbit(p) | np.signbit(c)) if mode == "rm" else r
+    t = s - p
+    e = (p - (s - t)) + (c - t)
+    exact = not np.count_nonzero(e)
+    r = round_f32(s, None if exact else np.where(np.isfinite(s), e, 0.0), mode)
+    if mode == "rm" and not every(s):  # an exact zero is -0 unless both terms are +0
+        r = np.where((s == 0) & (np.signbit(p) | np.signbit(c)), F4.type(-0.0), r)
+    return r
 
 
 def _directed32(op: str, mode: str) -> Function:
@@ -171,10 +156,10 @@ def _exact_product(a: Array, b: Array) -> tuple[Array, Array]:
 
 
 _NEAREST32: dict[str, Function] = {
-    "add": _add32,
-    "sub": _sub32,
-    "mul": _mul32,
-    "fma": fma32,
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "fma": lambda a, b, c: _fma32(a.view(U4), b.view(U4), c.view(U4)).view(F4),
     "div": np.divide,
     "sqrt": np.sqrt,
 }
@@ -188,12 +173,11 @@ def _saturate(r: Array) -> Array:
 def arithmetic32(op: str, mode: str, ftz: bool, sat: bool) -> Function:
     """add sub mul fma div sqrt of float32 on raw registers."""
     if op == "fma" and mode == "rn" and not ftz and not sat:
-        return _fma_raw32
+        return _fma32
     core = _NEAREST32[op] if mode == "rn" else _directed32(op, mode)
     if not ftz and not sat:
         if op in ("add", "sub", "mul") and mode == "rn":
-            ufunc = {"add": np.add, "sub": np.subtract, "mul": np.multiply}[op]
-            return lambda a, b: raw32(ufunc(a.view(F4), b.view(F4)))
+            return lambda a, b: raw32(core(a.view(F4), b.view(F4)))
         return lambda *x: raw32(core(*[v.view(F4) for v in x]))
 
     def run(*operands: Array) -> Array:
@@ -450,7 +434,7 @@ def _minmax(form: Form) -> Function:
                 if ftz:
                     y = flush(y)
                 m = ufunc(x, y)
-                if not m.all():  # zeros: their signs count
+                if not every(m):  # zeros: their signs count
                     signs = np.signbit(x) & np.signbit(y) if largest else np.signbit(x) | np.signbit(y)
                     both = (x == 0) & (y == 0)
                     m = np.where(both, np.where(signs, F4.type(-0.0), F4.type(0)), m)
@@ -590,5 +574,3 @@ BUILDERS: dict[str, Callable[[Form], Function]] = {
     "copysign": _copysign,
     "testp": _testp,
 }
-
-__all__ = ["BUILDERS", "arithmetic32", "comparison", "flush_raw", "fma32", "is_float", "values", "has_nan"]

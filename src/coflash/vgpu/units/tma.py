@@ -57,6 +57,10 @@ class TiledMap:
             )
         if self.interleave:
             raise UnsupportedInstruction("interleaved tensor maps are not modelled")
+        if "ftz" in self.element or self.element == "tf32":
+            raise UnsupportedInstruction(
+                f"tensor maps that convert their elements ({self.element}) are not modelled"
+            )
         size = ELEMENT_BYTES[self.element]
         if self.strides[0] != size:
             raise ValueError("the innermost dimension of a tensor map is contiguous")
@@ -199,9 +203,6 @@ def fill(map_: TiledMap) -> NDArray[np.uint8]:
         "f16": np.uint16(0x7FFF),
         "bf16": np.uint16(0x7FFF),
         "f32": np.uint32(0x7FFFFFFF),
-        "tf32": np.uint32(0x7FFFFFFF),
-        "f32ftz": np.uint32(0x7FFFFFFF),
-        "tf32ftz": np.uint32(0x7FFFFFFF),
         "f64": np.uint64(0x7FFFFFFFFFFFFFFF),
     }
     if map_.element not in nan:
@@ -216,7 +217,6 @@ _RAW: dict[int, np.dtype[Any]] = {
     4: np.dtype(np.uint32),
     8: np.dtype(np.uint64),
 }
-_NAME = {"u8": "u8", "f32ftz": "f32", "tf32": "f32", "tf32ftz": "f32"}
 
 
 def reduce(op: str, element: str, old: NDArray[np.uint8], new: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -225,15 +225,14 @@ def reduce(op: str, element: str, old: NDArray[np.uint8], new: NDArray[np.uint8]
     op: add min max inc dec and or xor. Floats add to nearest even, subnormals kept (.noftz is the only
     f16/bf16 form). inc and dec wrap at `new`, as atom.inc and atom.dec do.
     """
-    name = _NAME.get(element, element)
     dtype = _RAW[ELEMENT_BYTES[element]]
     a, b = old.view(dtype), new.view(dtype)
     if op in ("and", "or", "xor"):
-        if dtype.itemsize < 4 or name[0] == "f":
+        if dtype.itemsize < 4 or element[0] == "f":
             raise UnsupportedInstruction(f"bulk reduction .{op}.{element}")
         result = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}[op](a, b)
     elif op in ("inc", "dec"):
-        if name != "u32":
+        if element != "u32":
             raise UnsupportedInstruction(f"bulk reduction .{op}.{element}")
         one, zero = np.uint32(1), np.uint32(0)
         if op == "inc":
@@ -241,9 +240,9 @@ def reduce(op: str, element: str, old: NDArray[np.uint8], new: NDArray[np.uint8]
         else:
             result = np.where((a == 0) | (a > b), b, a - one)
     elif op in ("add", "min", "max"):
-        if name == "u8" or name == "u16" or op != "add" and name in ("f32", "f64"):
+        if element in ("u8", "u16") or op != "add" and element in ("f32", "f64"):
             raise UnsupportedInstruction(f"bulk reduction .{op}.{element}")
-        result = arith.resolve(f"{op}.{name}")(a, b)
+        result = arith.resolve(f"{op}.{element}")(a, b)
     else:
         raise UnsupportedInstruction(f"bulk reduction .{op}")
     return np.ascontiguousarray(result).view(np.uint8)
