@@ -1,13 +1,13 @@
 """Is this call well formed?  Every refusal names the argument, what it was, and what is accepted.
 
-`describe` looks at types, dtypes, devices and shapes, and returns the sizes of the call; it runs under tracing
-too.  `check_values` looks into index tensors (lengths, page tables); it runs where there are values to look at.
+`describe` looks at types, dtypes, devices and shapes, and returns the sizes of the call; it runs under
+tracing too.  `check_values` looks into index tensors (lengths, page tables).  It does so on a CPU only: on a
+GPU reading them back would make every training step wait for the device, so there the caller vouches.
 """
 
 from __future__ import annotations
 
 import math
-import weakref
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -37,6 +37,7 @@ class Options(NamedTuple):
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
     block_mask_size: tuple[int, int] | None = None
+    kernel_options: Any = None  # a mapping; kept as a sorted tuple of pairs, which can be a key
 
 
 class Sizes(NamedTuple):
@@ -136,6 +137,14 @@ def _check_options(o: Options, operands: Operands) -> None:
         refuse(_name(o.entry, "softmax_scale"), repr(scale), "a number, or None", TypeError)
     if not (-math.inf < scale < math.inf):
         refuse(_name(o.entry, "softmax_scale"), scale, "a finite number, or None")
+    kernel_options = o.kernel_options
+    if kernel_options is not None and not isinstance(kernel_options, tuple):
+        refuse(
+            "kernel_options",
+            type(kernel_options).__name__,
+            "a mapping of names to values, or None",
+            TypeError,
+        )
     for name in ("score_mod", "mask_mod"):
         function = getattr(o, name)
         if function is not None and not callable(function):
@@ -271,29 +280,10 @@ def refuse_gradients(operands: Operands, entry: str, why: str) -> None:
             )
 
 
-# -- contents of index tensors ---------------------------------------------------------------------------------
-
-# On a GPU looking at values waits for the device, so a tensor is looked at once for each of its versions:
-# id -> (weak reference, version, what it was checked against).
-_SEEN: dict[int, tuple[weakref.ref, int, tuple]] = {}
-
-
-def _unseen(x: Tensor, against: tuple) -> bool:
-    if not x.is_cuda:
-        return True
-    if torch.cuda.is_current_stream_capturing():
-        return False
-    entry = _SEEN.get(id(x))
-    if entry is not None and entry[0]() is x and entry[1:] == (x._version, against):
-        return False
-    key = id(x)
-    _SEEN[key] = (weakref.ref(x, lambda _: _SEEN.pop(key, None)), x._version, against)
-    return True
+# -- contents of index tensors -------------------------------------------------------------------------------
 
 
 def _check_cumulative(name: str, x: Tensor, total: int, longest: int | None) -> None:
-    if not _unseen(x, (total, longest)):
-        return
     values = x.tolist()
     if values[0] != 0:
         refuse(name, f"starting at {values[0]}", "a tensor that starts at 0")
@@ -316,7 +306,7 @@ def _check_cumulative(name: str, x: Tensor, total: int, longest: int | None) -> 
 
 
 def _check_range(name: str, x: Tensor, low: int, high: int, words: str) -> None:
-    if x.numel() == 0 or not _unseen(x, (low, high)):
+    if x.numel() == 0:
         return
     least, most = (int(t) for t in torch.aminmax(x))
     if least < low or most > high:
@@ -327,15 +317,15 @@ def _check_used(name: str, x: Tensor, cu_seqlens: Tensor | None, row: int) -> No
     if cu_seqlens is None:
         _check_range(name, x, 0, row, "the tokens there are room for")
         return
-    if not _unseen(x, (id(cu_seqlens), cu_seqlens._version)):
-        return
     for b, (used, length) in enumerate(zip(x.tolist(), cu_seqlens.diff().tolist(), strict=True)):
         if not 0 <= used <= length:
             refuse(name, f"{used} for sequence {b}", f"values from 0 to the sequence's length, {length}")
 
 
 def check_values(operands: Operands, options: Options, sizes: Sizes) -> None:
-    """Check the contents of index tensors."""
+    """Check the contents of index tensors, on a CPU."""
+    if operands.q.device.type != "cpu":
+        return
     o, entry = operands, options.entry
     if o.cu_seqlens_q is not None:
         _check_cumulative("cu_seqlens_q", o.cu_seqlens_q, o.q.shape[0], options.max_seqlen_q)
@@ -347,7 +337,7 @@ def check_values(operands: Operands, options: Options, sizes: Sizes) -> None:
         _check_used(_name(entry, "seqused_k"), o.seqused_k, o.cu_seqlens_k, sizes.seqlen_k)
     if o.cache_batch_idx is not None:
         _check_range("cache_batch_idx", o.cache_batch_idx, 0, o.k.shape[0] - 1, "the rows of the cache")
-    if o.cache_leftpad is not None and _unseen(o.cache_leftpad, (id(o.seqused_k),)):
+    if o.cache_leftpad is not None:
         used = [sizes.seqlen_k] * sizes.batch if o.seqused_k is None else o.seqused_k.tolist()
         for b, (pad, length) in enumerate(zip(o.cache_leftpad.tolist(), used, strict=True)):
             if not 0 <= pad <= length:
@@ -355,15 +345,13 @@ def check_values(operands: Operands, options: Options, sizes: Sizes) -> None:
                     "cache_leftpad", f"{pad} for sequence {b}", f"values from 0 to cache_seqlens, {length}"
                 )
     if o.page_table is not None and o.seqused_k is not None:
-        against = (id(o.seqused_k), o.seqused_k._version, tuple(o.k.shape))
-        if _unseen(o.page_table, against):
-            size = o.k.shape[1]
-            first = torch.arange(o.page_table.shape[1], device=o.page_table.device) * size
-            bad = (first < o.seqused_k[:, None]) & ((o.page_table < 0) | (o.page_table >= o.k.shape[0]))
-            if bool(bad.any()):
-                b, p = (int(i) for i in bad.nonzero()[0])
-                refuse(
-                    "page_table",
-                    f"{int(o.page_table[b, p])} at ({b}, {p})",
-                    f"pages from 0 to {o.k.shape[0] - 1} wherever seqused_k reaches",
-                )
+        size = o.k.shape[1]
+        first = torch.arange(o.page_table.shape[1], device=o.page_table.device) * size
+        bad = (first < o.seqused_k[:, None]) & ((o.page_table < 0) | (o.page_table >= o.k.shape[0]))
+        if bool(bad.any()):
+            b, p = (int(i) for i in bad.nonzero()[0])
+            refuse(
+                "page_table",
+                f"{int(o.page_table[b, p])} at ({b}, {p})",
+                f"pages from 0 to {o.k.shape[0] - 1} wherever {_name(entry, 'seqused_k')} reaches",
+            )

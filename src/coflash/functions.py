@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-__all__ = ["Functions", "bind", "captured", "closure_tensors", "find", "register"]
+__all__ = ["Functions", "bind", "captured", "closure_tensors", "find", "register", "register_constant"]
 
 
 class _Watch(TorchFunctionMode):
@@ -65,12 +65,21 @@ def captured(score_mod: Callable[..., Any], q: Tensor, with_gradient: bool = Tru
 
 
 def closure_tensors(function: Callable[..., Any]) -> tuple[Tensor, ...]:
-    """The tensors in a function's closure, in order; plain enough for torch.compile to follow."""
-    tensors = []
-    for cell in getattr(function, "__closure__", None) or ():
-        value = cell.cell_contents
+    """Tensors in a function's closure and among the globals it names, in a fixed order.
+
+    Plainer than `captured`, so that torch.compile can follow it and make the tensors inputs of its graph.
+    """
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return ()
+    values = [cell.cell_contents for cell in function.__closure__ or ()]
+    values += [function.__globals__[name] for name in code.co_names if name in function.__globals__]
+    tensors: list[Tensor] = []
+    for value in values:
         if isinstance(value, Tensor):
             tensors.append(value)
+        elif isinstance(value, torch.nn.Module):
+            tensors.extend(value.parameters())
     return tuple(tensors)
 
 
@@ -135,7 +144,17 @@ def find(number: int) -> Functions:
     return _PASSING[number]
 
 
-@torch._dynamo.assume_constant_result
 def register_constant(score_mod: Any, mask_mod: Any) -> int:
     """`register` under torch.compile: the number is part of the graph, which is guarded by the functions."""
+    if score_mod is not None:
+        known = {id(t) for t in closure_tensors(score_mod)}
+        if any(id(t) not in known for t in captured(score_mod, torch.empty(1))):
+            raise NotImplementedError(
+                "score_mod under torch.compile captures a tensor that requires grad in a way that the compiler "
+                "cannot see; accepted: tensors and modules in the function's closure or among its globals"
+            )
     return register(score_mod, mask_mod)
+
+
+# What torch._dynamo.assume_constant_result does, without importing the compiler.
+register_constant._dynamo_marked_constant = True  # type: ignore[attr-defined]

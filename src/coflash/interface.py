@@ -18,15 +18,15 @@ What all functions share:
   denominator, sink included, in float32 (float64 for float64 inputs), and is differentiable.
 - **Errors**: `TypeError` for an argument of the wrong type or dtype, `ValueError` for a wrong value or shape,
   `NotImplementedError` for what the chosen path cannot do.  The message names the argument, what it was, and
-  what is accepted.  On CUDA tensors, values (`cu_seqlens`, lengths, page tables) are read back and checked
-  once for each version of a tensor, never while a CUDA graph is being captured.
+  what is accepted.  The contents of `cu_seqlens`, lengths and page tables are checked on CPU tensors only: on
+  a GPU that would wait for the device, and the caller vouches for them.
 
 Everything after q, k, v is keyword-only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -65,6 +65,7 @@ def flash_attn_func(
     deterministic: bool = False,
     return_lse: bool = False,
     backend: Backend = "auto",
+    kernel_options: Mapping[str, Any] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention over a batch of equally long sequences, differentiable in every floating argument.
 
@@ -92,6 +93,8 @@ def flash_attn_func(
         return_lse: also return the log-sum-exp, `(batch, nheads_q, seqlen_q)`.
         backend: "auto" (a kernel on the GPUs that have one, the portable path elsewhere), "portable",
             "kernel".
+        kernel_options: for experiments: fields of the kernel's configuration to override.  Names and effect
+            may change with any version; refused where no kernel runs.
 
     Returns:
         `(batch, seqlen_q, nheads_q, head_dim_v)` in q's dtype; with `return_lse` also the lse.
@@ -118,6 +121,7 @@ def flash_attn_func(
             deterministic,
             return_lse,
             backend,
+            kernel_options=_pairs(kernel_options),
         ),
     )
 
@@ -147,6 +151,7 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_lse: bool = False,
     backend: Backend = "auto",
+    kernel_options: Mapping[str, Any] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention over sequences of different lengths, packed end to end, padded, or in pages.
 
@@ -205,6 +210,7 @@ def flash_attn_varlen_func(
             backend,
             max_seqlen_q,
             max_seqlen_k,
+            kernel_options=_pairs(kernel_options),
         ),
     )
 
@@ -233,6 +239,7 @@ def flash_attn_with_kvcache(
     alibi_slopes: Tensor | None = None,
     return_lse: bool = False,
     backend: Backend = "auto",
+    kernel_options: Mapping[str, Any] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of new queries over a key/value cache, appending new keys and values to it first if given.
 
@@ -285,6 +292,7 @@ def flash_attn_with_kvcache(
         mask_mod,
         return_lse=return_lse,
         backend=backend,
+        kernel_options=_pairs(kernel_options),
     )
     operands = kvcache.extend(operands, options, k, v, rotary_cos, rotary_sin, rotary_interleaved)
     return _attend(operands, options)
@@ -301,6 +309,7 @@ def flex_attention(
     enable_gqa: bool = False,
     return_lse: bool = False,
     backend: Backend = "auto",
+    kernel_options: Mapping[str, Any] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """PyTorch FlexAttention's call: `torch.nn.attention.flex_attention.flex_attention` with its layout.
 
@@ -314,7 +323,7 @@ def flex_attention(
         scale: factor on the scores; default `head_dim ** -0.5`.
         enable_gqa: allow fewer key/value heads than query heads.
         return_lse: also return the log-sum-exp, `(batch, nheads_q, seqlen_q)`.
-        backend: as in `flash_attn_func`.
+        backend, kernel_options: as in `flash_attn_func`.
 
     Returns:
         `(batch, nheads_q, seqlen_q, head_dim_v)`; with `return_lse` also the lse.
@@ -347,6 +356,7 @@ def flex_attention(
             return_lse=return_lse,
             backend=backend,
             block_mask_size=size,
+            kernel_options=_pairs(kernel_options),
         ),
     )
     if return_lse:
@@ -403,6 +413,11 @@ def _attend(operands: Operands, options: Options) -> Tensor | tuple[Tensor, Tens
         operands = operands._replace(captured=functions.captured(options.score_mod, q))
     out, lse = torch_ops.attend(torch_ops.prepare(operands, options), operands)
     return (out, lse) if options.return_lse else out
+
+
+def _pairs(kernel_options: Mapping[str, Any] | None) -> Any:
+    """kernel_options as something that can be part of a key; left alone if it is no mapping at all."""
+    return tuple(sorted(kernel_options.items())) if isinstance(kernel_options, Mapping) else kernel_options
 
 
 def _autocast(operands: Operands) -> Operands:

@@ -12,11 +12,14 @@ signature, planned once, and kept.
 
 from __future__ import annotations
 
+import json
 import math
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,7 +44,7 @@ class Call:
         self.options = options
         self.sizes = checks.describe(operands, options)
         self.problem = _problem(operands, options, self.sizes, needs_grad)
-        self.launch = _launcher(self.problem, operands.q.device, options.backend)
+        self.launch = _launcher(self.problem, operands, options)
         self.reads_index_tensors = any(
             x is not None
             for x in (
@@ -100,19 +103,39 @@ def _problem(operands: Operands, options: Options, sizes: Sizes, needs_grad: boo
     )
 
 
-def _launcher(problem: Problem, device: torch.device, backend: str) -> Callable[..., None] | None:
+def _launcher(problem: Problem, operands: Operands, options: Options) -> Callable[..., None] | None:
     """The kernel for a problem; None: the portable path.  Planning is imported for GPUs alone."""
-    if backend == "portable" or (backend == "auto" and device.type != "cuda"):
-        return None
-    if device.type != "cuda":
+    device, backend = operands.q.device, options.backend
+    if device.type != "cuda" and backend == "kernel":
         raise NotImplementedError(
             f'backend="kernel" on {device}: kernels run on CUDA devices; '
             'backend="portable" (or "auto") runs on this device'
         )
-    from coflash import compiler, planning
+    empty = 0 in operands.q.shape or 0 in operands.k.shape  # nothing to launch: zeros and -inf
+    launch = None
+    if device.type == "cuda" and backend != "portable" and not empty:
+        from coflash import compiler, planning
 
-    plan = planning.plan(problem, planning.device_info(device), backend=backend)
-    return compiler.launcher(plan) if plan.path == "kernel" else None
+        kernel_options = None if options.kernel_options is None else dict(options.kernel_options)
+        plan = planning.plan(problem, planning.device_info(device), kernel_options, backend=backend)
+        if plan.path == "kernel":
+            launch = compiler.launcher(plan)
+            if problem.needs_grad and plan.backward == "portable":
+                _warn_of_portable_backward(plan.arch)
+    if launch is None and options.kernel_options is not None and not empty:
+        raise NotImplementedError(
+            f"kernel_options is {dict(options.kernel_options)}, but this call takes the portable path, which has "
+            "none; accepted: None"
+        )
+    return launch
+
+
+@cache
+def _warn_of_portable_backward(arch: str) -> None:
+    warnings.warn(
+        f"coflash: no backward kernel for {arch} yet: gradients take the portable path (correct, slow)",
+        stacklevel=2,
+    )
 
 
 # Calls checked and planned so far, by signature.  Packed calls may bring a new total every time, so the table
@@ -284,7 +307,7 @@ _OPERANDS = (
 _OPTIONS = (
     "str entry, bool causal, SymInt? window_left, SymInt? window_right, float softcap, int functions, "
     "float dropout_p, bool deterministic, str backend, SymInt? max_seqlen_q, SymInt? max_seqlen_k, "
-    "int[] block_mask_size"
+    "int[] block_mask_size, str kernel_options"
 )
 _TENSORS = 16  # arguments in _OPERANDS
 
@@ -310,14 +333,14 @@ def _pack(operands: Operands, options: Options, number: int) -> tuple[Any, ...]:
         o.max_seqlen_q,
         o.max_seqlen_k,
         list(o.block_mask_size or ()),
+        "" if o.kernel_options is None else json.dumps(o.kernel_options),
     )
 
 
 def _unpack(args: tuple[Any, ...]) -> tuple[Operands, Options, functions.Functions]:
     tensors, chosen = args[:_TENSORS], args[_TENSORS:]
-    entry, causal, left, right, softcap, number, dropout_p, deterministic, backend, most_q, most_k, size = (
-        chosen
-    )
+    entry, causal, left, right, softcap, number, dropout_p, deterministic, backend, *last = chosen
+    most_q, most_k, size, kernel_options = last
     tables = tensors[15]
     operands = Operands(
         *tensors[:5],
@@ -340,6 +363,7 @@ def _unpack(args: tuple[Any, ...]) -> tuple[Operands, Options, functions.Functio
         most_q,
         most_k,
         tuple(size) or None,
+        tuple(map(tuple, json.loads(kernel_options))) if kernel_options else None,
     )
     return operands, options, found
 
@@ -372,22 +396,50 @@ def _parameters(args: tuple[Any, ...]) -> list[Tensor]:
     return list(captured) if alibi is None else [alibi, *captured]
 
 
-_attention = torch.library.custom_op(
-    "coflash::attention",
-    lambda *args: run(*_resolve(args)),
-    mutates_args=(),
-    schema=f"({_OPERANDS}, {_OPTIONS}) -> (Tensor, Tensor)",
+_OWN_KEYS = (
+    "AutogradFunctionality",
+    "AutogradOther",
+    "AutogradNestedTensor",
+    "ADInplaceOrView",
+    "Conjugate",
+    "Negative",
+    "ZeroTensor",
+    "FuncTorchBatched",
+    "FuncTorchVmapMode",
+    "FuncTorchGradWrapper",
+    "FuncTorchDynamicLayerFrontMode",
+    "FuncTorchDynamicLayerBackMode",
 )
+
+
+def _own_dispatch() -> Any:
+    """Give an operator's body automatic differentiation and vmap back, which PyTorch excludes inside operators.
+
+    Functions run under vmap there, and tiles of score_mod are differentiated.
+    """
+    exclude = torch._C._dispatch_tls_local_exclude_set()
+    for name in _OWN_KEYS:
+        exclude = exclude.remove(getattr(torch._C.DispatchKey, name))
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), exclude)
+
+
+@torch.library.custom_op(
+    "coflash::attention", mutates_args=(), schema=f"({_OPERANDS}, {_OPTIONS}) -> (Tensor, Tensor)"
+)
+def _attention(*args: Any) -> Any:
+    with torch.no_grad(), _own_dispatch():
+        return run(*_resolve(args))
 
 
 @torch.library.custom_op(
     "coflash::attention_backward",
     mutates_args=(),
-    schema=f"(Tensor dout, Tensor lse, Tensor delta, {_OPERANDS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor[])",
+    schema=f"(Tensor dout, Tensor lse, Tensor delta, {_OPERANDS}, {_OPTIONS})"
+    " -> (Tensor, Tensor, Tensor, Tensor[])",
 )
 def _attention_backward(dout: Tensor, lse: Tensor, delta: Tensor, *args: Any) -> Any:
-    call, operands = _resolve(args)
-    with torch.no_grad(), _without_autocast(dout.device):
+    with torch.no_grad(), _own_dispatch(), _without_autocast(dout.device):
+        call, operands = _resolve(args)
         dq, dk, dv, *rest = portable.backward(call.problem, operands, NUMERICS, dout, lse, delta)
     return dq, dk, dv, rest
 
@@ -395,7 +447,7 @@ def _attention_backward(dout: Tensor, lse: Tensor, delta: Tensor, *args: Any) ->
 @torch.library.custom_op(
     "coflash::attention_double_backward",
     mutates_args=(),
-    schema=f"(Tensor to_dq, Tensor to_dk, Tensor to_dv, Tensor[] to_dparameters, Tensor dout, Tensor lse, "
+    schema="(Tensor to_dq, Tensor to_dk, Tensor to_dv, Tensor[] to_dparameters, Tensor dout, Tensor lse, "
     f"Tensor delta, {_OPERANDS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor[])",
 )
 def _attention_double_backward(
@@ -408,9 +460,9 @@ def _attention_double_backward(
     delta: Tensor,
     *args: Any,
 ) -> Any:
-    call, operands = _resolve(args)
     cotangents = (to_dq, to_dk, to_dv, *to_dparameters)
-    with torch.no_grad(), _without_autocast(dout.device):
+    with torch.no_grad(), _own_dispatch(), _without_autocast(dout.device):
+        call, operands = _resolve(args)
         found = portable.double_backward(call.problem, operands, dout, lse, delta, cotangents)
     return *found[:6], list(found[6:])
 
@@ -444,58 +496,183 @@ def _(
     return *rows, [torch.empty_like(t) for t in _parameters(args)]
 
 
-def _save(ctx: Any, tensors: tuple[Tensor | None, ...], args: tuple[Any, ...]) -> None:
-    """Save `tensors`, and an operator's arguments, of which all tensors go through autograd's own saving."""
-    flat: list[Tensor | None] = [*args[:5], *args[7:15], *args[5], *args[15]]
-    ctx.save_for_backward(*tensors, *flat)
-    ctx.count = len(tensors)
-    ctx.captured, ctx.tables = len(args[5]), len(args[15])
-    ctx.scale, ctx.chosen = args[6], args[_TENSORS:]
+class _Form(NamedTuple):
+    """What an operator's arguments are besides tensors; with it, they travel as a flat row of tensors."""
+
+    captured: int
+    tables: int
+    softmax_scale: float
+    chosen: tuple[Any, ...]
 
 
-def _saved(ctx: Any) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
-    saved = ctx.saved_tensors
-    tensors, flat = saved[: ctx.count], saved[ctx.count :]
-    captured = list(flat[13 : 13 + ctx.captured])
-    tables = list(flat[13 + ctx.captured :])
-    return tensors, (*flat[:5], captured, ctx.scale, *flat[5:13], tables, *ctx.chosen)
+_FIXED = 13  # tensors of an operator that are not in lists
+
+
+def _flatten(args: tuple[Any, ...]) -> tuple[_Form, list[Tensor | None]]:
+    form = _Form(len(args[5]), len(args[15]), args[6], args[_TENSORS:])
+    return form, [*args[:5], *args[7:15], *args[5], *args[15]]
+
+
+def _restore(form: _Form, flat: tuple[Any, ...]) -> tuple[Any, ...]:
+    captured = list(flat[_FIXED : _FIXED + form.captured])
+    tables = list(flat[_FIXED + form.captured :])
+    return *flat[:5], captured, form.softmax_scale, *flat[5:_FIXED], tables, *form.chosen
+
+
+def _attention_gradients(backward: Any, out: Tensor, lse: Tensor, args: Any, dout: Any, dlse: Any) -> list[Any]:
+    """Gradients of an operator's first five arguments, and of what it captures, by one of the two `backward`s."""
+    dout, delta = _delta(out, dout, dlse)
+    dsink = _sink_gradient(args[3], lse, delta)
+    dq, dk, dv, dparameters = backward(dout, lse, delta, *args)
+    return [dq, dk, dv, dsink, *([None] if args[4] is None else []), *dparameters]
+
+
+def _no_gradients(args: tuple[Any, ...]) -> list[Any]:
+    """For the arguments from softmax_scale on, in their own structure."""
+    return [[None] * len(x) if isinstance(x, list) else None for x in args[6:]]
 
 
 def _setup_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    _save(ctx, output, inputs)
+    ctx.form, flat = _flatten(inputs)
+    ctx.save_for_backward(*output, *flat)
     ctx.set_materialize_grads(False)
 
 
-def _split(args: tuple[Any, ...], gradients: list[Any]) -> tuple[Any, list[Any]]:
-    """Gradients of `_parameters` as those of alibi_slopes and of captured."""
-    return (None, gradients) if args[4] is None else (gradients[0], gradients[1:])
-
-
 def _differentiate_attention(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
-    (out, lse), args = _saved(ctx)
-    dout, delta = _delta(out, dout, dlse)
-    dsink = _sink_gradient(args[3], lse, delta)
-    dq, dk, dv, rest = torch.ops.coflash.attention_backward(dout, lse, delta, *args)
-    dalibi, dcaptured = _split(args, rest)
-    return dq, dk, dv, dsink, dalibi, dcaptured, *[None] * (len(args) - 6)
+    out, lse, *flat = ctx.saved_tensors
+    args = _restore(ctx.form, flat)
+    backward = torch.ops.coflash.attention_backward
+    found = _attention_gradients(backward, out, lse, args, dout, dlse)
+    return *found[:5], found[5:], *_no_gradients(args)
 
 
 def _setup_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _save(ctx, inputs[:3], inputs[3:])
+    ctx.form, flat = _flatten(inputs[3:])
+    ctx.save_for_backward(*inputs[:3], *flat)
 
 
 def _differentiate_backward(ctx: Any, to_dq: Tensor, to_dk: Tensor, to_dv: Tensor, rest: list[Any]) -> Any:
-    (dout, lse, delta), args = _saved(ctx)
+    dout, lse, delta, *flat = ctx.saved_tensors
+    args = _restore(ctx.form, flat)
     rest = [torch.zeros_like(p) if g is None else g for g, p in zip(rest, _parameters(args), strict=True)]
     gq, gk, gv, gdout, glse, gdelta, more = torch.ops.coflash.attention_double_backward(
         to_dq, to_dk, to_dv, rest, dout, lse, delta, *args
     )
-    galibi, gcaptured = _split(args, more)
-    return gdout, glse, gdelta, gq, gk, gv, None, galibi, gcaptured, *[None] * (len(args) - 6)
+    galibi = None if args[4] is None else more.pop(0)
+    return gdout, glse, gdelta, gq, gk, gv, None, galibi, more, *_no_gradients(args)
 
 
 _attention.register_autograd(_differentiate_attention, setup_context=_setup_attention)
 _attention_backward.register_autograd(_differentiate_backward, setup_context=_setup_backward)
+
+
+# -- functorch: its transforms take autograd functions of the separate-context kind --------------------------------
+
+
+class _TransformedAttention(torch.autograd.Function):
+    """`coflash::attention` under torch.func transforms."""
+
+    @staticmethod
+    def forward(form: _Form, *flat: Any) -> Any:
+        return torch.ops.coflash.attention(*_restore(form, flat))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.form = inputs[0]
+        ctx.save_for_backward(*output, *inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> Any:
+        out, lse, *flat = ctx.saved_tensors
+        args = _restore(ctx.form, flat)
+
+        def backward(dout: Tensor, lse: Tensor, delta: Tensor, *_: Any) -> Any:
+            dq, dk, dv, *rest = _TransformedBackward.apply(ctx.form, dout, lse, delta, *flat)
+            return dq, dk, dv, rest
+
+        found = _attention_gradients(backward, out, lse, args, dout, dlse)
+        return None, *found[:5], *[None] * 8, *found[5:], *[None] * ctx.form.tables
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], form: _Form, *tensors: Any) -> Any:
+        return _map(_TransformedAttention, info.batch_size, in_dims[1:], form, tensors, 0)
+
+
+class _TransformedBackward(torch.autograd.Function):
+    """`coflash::attention_backward` under torch.func transforms; differentiable once more, not under vmap."""
+
+    @staticmethod
+    def forward(form: _Form, dout: Tensor, lse: Tensor, delta: Tensor, *flat: Any) -> Any:
+        dq, dk, dv, rest = torch.ops.coflash.attention_backward(dout, lse, delta, *_restore(form, flat))
+        return dq, dk, dv, *rest
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.form = inputs[0]
+        ctx.save_for_backward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        found = _TransformedDoubleBackward.apply(ctx.form, len(cotangents), *cotangents, *ctx.saved_tensors)
+        gq, gk, gv, gdout, glse, gdelta, *more = found
+        galibi = None if ctx.saved_tensors[3 + 4] is None else more.pop(0)
+        return None, gdout, glse, gdelta, gq, gk, gv, None, galibi, *[None] * 8, *more, *[None] * ctx.form.tables
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], form: _Form, *tensors: Any) -> Any:
+        return _map(_TransformedBackward, info.batch_size, in_dims[1:], form, tensors, 3)
+
+
+class _TransformedDoubleBackward(torch.autograd.Function):
+    """`coflash::attention_double_backward` under torch.func transforms."""
+
+    @staticmethod
+    def forward(form: _Form, count: int, *tensors: Any) -> Any:
+        to_dq, to_dk, to_dv, *rest = tensors[:count]
+        dout, lse, delta, *flat = tensors[count:]
+        *found, more = torch.ops.coflash.attention_double_backward(
+            to_dq, to_dk, to_dv, rest, dout, lse, delta, *_restore(form, flat)
+        )
+        return *found, *more
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        raise NotImplementedError("the third derivative of attention; the first and the second are available")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], form: _Form, count: int, *tensors: Any) -> Any:
+        apply = partial(_TransformedDoubleBackward.apply, form, count)
+        return _one_by_one(apply, info.batch_size, in_dims[2:], tensors)
+
+
+def _map(function: Any, size: int, dims: tuple[Any, ...], form: _Form, tensors: Any, rows: int) -> Any:
+    """vmap of a function of `rows` query-side tensors and the flat row: folded into the batch if that is right."""
+    leading = rows + 3  # these tensors have a batch dimension of their own, if nothing is packed
+    functions_number = form.chosen[5]
+    if functions_number != -1 or any(t is not None for t in tensors[leading:]):
+        return _one_by_one(partial(function.apply, form), size, dims, tensors)
+    folded = [
+        (t.unsqueeze(0).expand(size, *t.shape) if d is None else t.movedim(d, 0)).flatten(0, 1)
+        for t, d in zip(tensors[:leading], dims, strict=False)
+    ]
+    results = function.apply(form, *folded, *tensors[leading:])
+    batch = results[0].shape[0] // max(size, 1)
+    return tuple(t.unflatten(0, (size, batch)) for t in results), (0,) * len(results)
+
+
+def _one_by_one(apply: Callable[..., Any], size: int, dims: tuple[Any, ...], tensors: Any) -> Any:
+    """vmap by a call for each element."""
+    results = [
+        apply(*[t if d is None else t.select(d, i) for t, d in zip(tensors, dims, strict=True)])
+        for i in range(size)
+    ]
+    stacked = tuple(torch.stack(column) for column in zip(*results, strict=True))
+    return stacked, (0,) * len(stacked)
 
 
 def needs_tracing(operands: Operands) -> bool:
@@ -520,7 +697,11 @@ def attend_traced(operands: Operands, options: Options) -> tuple[Tensor, Tensor]
     if options.score_mod is not None or options.mask_mod is not None:
         number, captured = _functions(operands, options)
         operands = operands._replace(captured=captured)
-    return torch.ops.coflash.attention(*_pack(operands, options, number))
+    args = _pack(operands, options, number)
+    if torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling():
+        form, flat = _flatten(args)
+        return _TransformedAttention.apply(form, *flat)
+    return torch.ops.coflash.attention(*args)
 
 
 def _functions(operands: Operands, options: Options) -> tuple[int, tuple[Tensor, ...]]:
