@@ -93,6 +93,15 @@ def test_whole_boxes_move_16_bytes_at_a_time() -> None:
     assert tma.tile(map_, (0, 190), 2048).inside is not None
 
 
+def test_offsets_wrap_at_64_bits() -> None:
+    """Packed sequences are stored through maps whose base lies far below the buffer."""
+    stride = 1 << 39
+    map_ = TiledMap("bf16", (64, 2**30, 2**31 - 1), (2, 128, stride), (64, 2, 1), (1, 1, 1), 128)
+    t = tma.tile(map_, (0, 5, 2**30), 0)
+    assert t.inside is None
+    assert int(t.global_[0]) % 2**64 == (5 * 128 + 2**30 * stride) % 2**64
+
+
 def test_gather4() -> None:
     map_ = TiledMap("bf16", (64, 20), (2, 128), (64, 1), (1, 1), 128)
     source = np.random.default_rng(2).integers(0, 256, 64 * 20 * 2, dtype=np.uint8)

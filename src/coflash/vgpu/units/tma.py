@@ -106,7 +106,7 @@ class Tile:
         int  # 16, or less where the tensor's innermost bound or the coordinate is not a multiple of 16 bytes
     )
     shared: NDArray[np.int32]  # [n] shared addresses
-    global_: NDArray[np.int64]  # [n] byte offsets from the tensor's global address
+    global_: NDArray[np.int64]  # [n] byte offsets from the tensor's global address, modulo 2^64
     inside: NDArray[np.bool_] | None  # [n]; None when all are
     bytes: int  # of the whole box
 
@@ -134,6 +134,11 @@ def _shared(box_bytes: int, width: int, swizzle: int, atom: int, phase: int) -> 
     return swizzled(linear, swizzle, atom).astype(np.int32)
 
 
+def _wrapped(offset: int) -> np.int64:
+    """Addresses are 64 bits wide: a base far below the tensor and coordinates that come back to it are legal."""
+    return np.int64((offset + (1 << 63)) % (1 << 64) - (1 << 63))
+
+
 def tile(map_: TiledMap, coords: Sequence[int], shared_address: int) -> Tile:
     """The chunks of the box at coords (innermost first), which may be negative or beyond the tensor.
 
@@ -155,7 +160,7 @@ def tile(map_: TiledMap, coords: Sequence[int], shared_address: int) -> Tile:
     shared = _shared(map_.box_bytes, width, map_.swizzle, map_.swizzle_atom, shared_address - base)
     if base:
         shared = shared + np.int32(base)
-    start = sum(c * s for c, s in zip(coords, map_.strides, strict=True))
+    start = _wrapped(sum(c * s for c, s in zip(coords, map_.strides, strict=True)))
     inside: NDArray[np.bool_] | None = None
     for i, (c, n) in enumerate(zip(coords, map_.counts, strict=True)):
         step = map_.element_strides[i] if i else 1
