@@ -40,6 +40,21 @@ class Call:
         return made
 
 
+_last_arch = [""]
+
+
+def _forget_device() -> None:
+    """Empty the packages' caches of device properties and compiled kernels."""
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] not in ("flash_attn", "quack"):
+            continue
+        for member in list(vars(module).values()):
+            if hasattr(member, "cache_clear"):
+                member.cache_clear()
+            if hasattr(member, "compile_cache"):
+                member.compile_cache.clear()
+
+
 # Compiled functions outlive a session in the package's caches, so they look up the callback of the running
 # one.
 _on_call: list[Callable[[Call], None]] = []
@@ -47,7 +62,7 @@ _on_call: list[Callable[[Call], None]] = []
 
 @contextlib.contextmanager
 def peer_session(arch: str, on_call: Callable[[Call], None]) -> Iterator[None]:
-    """One architecture a process: the packages cache what they learn about the device."""
+    """Makes the package believe in a device of this architecture, for the length of the block."""
     import torch
 
     sms = MULTIPROCESSORS[arch]
@@ -66,8 +81,10 @@ def peer_session(arch: str, on_call: Callable[[Call], None]) -> Iterator[None]:
             sys.path.append(folder)
         import cutlass.cute as cute
         from cutlass.cute import runtime
+        from cutlass.cutlass_dsl import CuTeDSL
         from cutlass.utils import HardwareInfo
 
+        stack.enter_context(mock.patch.object(CuTeDSL._get_dsl().envar, "arch", arch))
         from_dlpack = runtime.from_dlpack
         for owner, name, value in [
             (HardwareInfo, "__init__", lambda self, *_: None),
@@ -80,6 +97,9 @@ def peer_session(arch: str, on_call: Callable[[Call], None]) -> Iterator[None]:
             (torch.cuda, "current_device", lambda: 0),
         ]:
             stack.enter_context(mock.patch.object(owner, name, value, create=owner is torch.Tensor))
+        if arch != _last_arch[0]:
+            _forget_device()
+            _last_arch[0] = arch
         _on_call.append(on_call)
         try:
             yield
