@@ -135,7 +135,7 @@ def _shared(box_bytes: int, width: int, swizzle: int, atom: int, phase: int) -> 
 
 
 def _wrapped(offset: int) -> np.int64:
-    """Addresses are 64 bits wide: a base far below the tensor and coordinates that come back to it are legal."""
+    """Addresses are 64 bits wide: a base far off the tensor and coordinates that come back are legal."""
     return np.int64((offset + (1 << 63)) % (1 << 64) - (1 << 63))
 
 
