@@ -116,9 +116,7 @@ def test_rounds_are_interleaved_and_shuffled():
     subjects = {name: timing.Timed(lambda name=name: order.append(name), torch.no_grad) for name in "abc"}
     found = timing.rounds(subjects, CPU, count=8, repeats=1)
     assert {name: len(each) for name, each in found.items()} == dict.fromkeys("abc", 8)
-    turns = [
-        tuple(order[i : i + 6 : 2]) for i in range(0, len(order), 6)
-    ]  # each turn is a warm-up and a call
+    turns = [tuple(order[i : i + 6 : 2]) for i in range(0, len(order), 6)]  # a warm-up and a call each
     assert all(sorted(turn) == ["a", "b", "c"] for turn in turns)
     assert len(set(turns)) > 1
 

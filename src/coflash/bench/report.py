@@ -11,7 +11,9 @@ def table(result: dict[str, Any]) -> str:
     blocks = []
     for suite, direction in dict.fromkeys((p["suite"], p["direction"]) for p in result["points"]):
         points = [p for p in result["points"] if (p["suite"], p["direction"]) == (suite, direction)]
-        names = [name for name in result["providers"] if any(name in p["times"] for p in points)]
+        names = [
+            name for name in result["providers"] if any(name in p["times"] or _wrong(p, name) for p in points)
+        ]
         decode = all(p["shape"]["seqlen_q"] == 1 for p in points)
         figure, unit = ("kv_gb_s", "K/V read in GB/s") if decode else ("tflops", "TFLOP/s")
         rows = [f"| {suite}, {direction}, {unit} | " + " | ".join(names) + " | ahead of the fastest peer |"]
@@ -27,9 +29,13 @@ def table(result: dict[str, Any]) -> str:
 def _cell(point: dict[str, Any], name: str, figure: str, best: float | None) -> str:
     entry = point["times"].get(name)
     if entry is None:
-        return "wrong" if "wrong" in point["notes"].get(name, "") else "-"
+        return "wrong" if _wrong(point, name) else "-"
     text = f"{entry[figure]:.0f}" if entry[figure] >= 10 else f"{entry[figure]:.3g}"
     return f"**{text}**" if entry[figure] == best else text
+
+
+def _wrong(point: dict[str, Any], name: str) -> bool:
+    return point["notes"].get(name, "").startswith("wrong")
 
 
 def _ahead(point: dict[str, Any]) -> str:
