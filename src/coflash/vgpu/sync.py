@@ -126,15 +126,6 @@ def named_barrier(program: Program, i: Instruction) -> Step:
                 f"before in the same round.",
                 c,
             )
-        repeated = barrier.warps & {w.index for w in c.shape.warps}
-        if repeated:
-            machine.finding(
-                "barriers",
-                f"warp {min(repeated)} arrives twice in one round of named barrier {number} "
-                f"({barrier.arrived} of {barrier.count} threads are there): the second arrival stands in for "
-                "another warp.",
-                c,
-            )
         barrier.count = count
         barrier.arrived += len(c.fragments) * 32 if aligned else c.shape.threads
         barrier.warps |= {w.index for w in c.shape.warps}
@@ -741,14 +732,6 @@ def warp_ended(warp: Warp) -> None:
 
 def cta_ended(cta: Cta) -> None:
     machine = cta.machine
-    for barrier in cta.named.values():
-        if barrier.arrived:
-            machine.finding(
-                "barriers",
-                f"the CTA ends with {barrier.arrived} of {barrier.count} threads at named barrier {barrier.number}.",
-                cta,
-                key=("end", barrier.number),
-            )
     for barrier in cta.mbarriers.values():
         if barrier.tx:
             machine.finding(
