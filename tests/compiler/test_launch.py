@@ -22,12 +22,42 @@ def test_arguments_are_bound_by_name():
     calls = []
     bound = launch.bind(
         lambda *arguments: calls.append(arguments),
-        ("q", "out", "lse", "softmax_scale", "window_left", "cu_seqlens_q", "softcap"),
+        ("seqused_q", "out", "lse", "softmax_scale", "window_left", "cu_seqlens_q", "softcap"),
         {"window_left": 128, "softcap": 30.0, "max_seqlen_q": 7},
     )
-    operands = SimpleNamespace(q="Q", softmax_scale=0.125, cu_seqlens_q="CU")
+    operands = SimpleNamespace(seqused_q="USED", softmax_scale=0.125, cu_seqlens_q="CU")
     bound(operands, "OUT", None)
-    assert calls == [("Q", "OUT", None, 0.125, 128, "CU", 30.0)]
+    assert calls == [("USED", "OUT", None, 0.125, 128, "CU", 30.0)]
+
+
+def layouts():
+    """Operands by what is odd about them, and whether a kernel can read them in place."""
+    base = torch.randn(4, 6, 8, 64).to(torch.bfloat16)
+    spare = torch.randn(base.numel() + 8).to(torch.bfloat16)
+    return {
+        "contiguous": (base, True),
+        "heads first": (base.transpose(1, 2), True),
+        "every other row": (base[:, ::2], True),
+        "part of a wider row": (base[..., :32], True),
+        "expanded": (base[:1].expand(4, -1, -1, -1), False),
+        "rows of 60": (base[..., :60].contiguous(), False),
+        "dimensions first": (base.transpose(1, 3), False),
+        "every other dimension": (base[..., ::2], False),
+        "address off by two bytes": (spare[1 : 1 + base.numel()].view_as(base), False),
+        "address off by 16 bytes": (spare[8:].view_as(base), True),
+    }
+
+
+@pytest.mark.parametrize("name", layouts())
+def test_operands_are_copied_only_where_they_must_be(name):
+    x, in_place = layouts()[name]
+    given = []
+    bound = launch.bind(lambda *arguments: given.extend(arguments), ("q", "k", "v"), {})
+    bound(SimpleNamespace(q=x, k=x, v=x), None, None)
+    for y in given:
+        assert torch.equal(x, y)
+        assert (y.data_ptr() == x.data_ptr() and y.stride() == x.stride()) == in_place
+        assert y.data_ptr() % 16 == 0 and y.stride(-1) == 1
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.5, float("nan")])

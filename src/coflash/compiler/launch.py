@@ -55,6 +55,9 @@ def bind(function: Any, arguments: tuple[str, ...], scalars: Mapping[str, int | 
 def _factory(arguments: tuple[str, ...], bound: tuple[str, ...]) -> Callable[..., Launch]:
     """Makes launches of one list of arguments. Generated, so that a call does nothing but fetch and pass."""
     special = {
+        "q": "readable(operands.q)",
+        "k": "readable(operands.k)",
+        "v": "readable(operands.v)",
         "out": "out",
         "lse": "lse",
         "sink": "operands.sink.float().contiguous()",
@@ -64,6 +67,24 @@ def _factory(arguments: tuple[str, ...], bound: tuple[str, ...]) -> Callable[...
     terms = [special.get(name, name if name in bound else f"operands.{name}") for name in arguments]
     inner = f"lambda operands, out, lse: function({', '.join(terms)})"
     return eval(f"lambda {', '.join(('function', *bound))}: {inner}", globals())  # names of arguments only
+
+
+_ALIGNED: dict[tuple[int, ...], bool] = {}  # strides of 16-bit operands that the copy engine can follow
+
+
+def readable(x: torch.Tensor) -> torch.Tensor:
+    """The operand as it is, or a copy of it where the copy engine couldn't follow its strides or its
+    address.
+    """
+    stride = x.stride()
+    aligned = _ALIGNED.get(stride)
+    if aligned is None:
+        if len(_ALIGNED) >= 4096:
+            _ALIGNED.clear()
+        aligned = _ALIGNED[stride] = stride[-1] == 1 and not any(step % 8 or not step for step in stride[:-1])
+    if aligned and not x.data_ptr() % 16:
+        return x
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
 
 
 def positive(softmax_scale: float) -> float:
