@@ -10,16 +10,12 @@ It needs NumPy only, and imports nothing else of coflash.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from .check import Verdict, check
 from .launch import Buffer, Launch
 from .machine import Machine
 from .ptx import PtxError
+from .recorder import RecorderError, record
 from .report import CHECKS, Event, Finding, Report
-
-if TYPE_CHECKING:
-    from .recorder import RecorderError, record
 
 __all__ = [
     "CHECKS",
@@ -35,12 +31,3 @@ __all__ = [
     "check",
     "record",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    # The recorder builds a small library when it is first used: import it only then.
-    if name == "record":
-        from .recorder import RecorderError, record
-
-        return record
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
