@@ -1,4 +1,4 @@
-"""The virtual GPU: runs the PTX of Hopper and Blackwell kernels on NumPy, says what is wrong with it, counts its work.
+"""The virtual GPU: runs the PTX of Hopper and Blackwell kernels on NumPy, and says what is wrong.
 
     launches = vgpu.record("kernel.so", ptx="kernel.ptx")(q, k, v, out)
     for launch in launches:

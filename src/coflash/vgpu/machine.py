@@ -820,7 +820,7 @@ class Machine:
         elif isinstance(at, Cta):
             cta = at
         signature = (check, pc, key)
-        if signature in self.reported or len(self.report.findings) >= self.max_findings:
+        if signature in self.reported or sum(f.check == check for f in self.report.findings) >= self.max_findings:
             return
         self.reported.add(signature)
         line, text, source = self.program.place(pc)

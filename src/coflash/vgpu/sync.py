@@ -239,8 +239,8 @@ def cluster_barrier(program: Program, i: Instruction) -> Step:
                 barrier.arrived[row] = barrier.arrived.get(row, 0) + f.mask.bit_count()
                 f.warp.extra["cluster_arrived"] = barrier.generation
                 f.warp.extra["cluster_partial"] = f.mask != f.warp.alive
-            if machine.track and not relaxed:
-                cta.cluster.clocks.release(c.shape.warp_rows, barrier.clock)
+            if machine.track:
+                release(c.shape.warps, barrier.clock, relaxed)
             machine.event(c, "cluster barrier", "arrive")
             check_cluster_barrier(cta)
             return None
@@ -554,8 +554,11 @@ def mbarrier_arrive(program: Program, i: Instruction) -> Step:
                 mine = [int(r) for r in np.unique(lanes[which])]
             if machine.track:
                 check_initialised(c, barrier, mine)
-                if arrive and not relaxed and barrier.clock is not None:
-                    barrier.cta.cluster.clocks.release(mine, barrier.clock)
+                if arrive and barrier.clock is not None:
+                    if relaxed:
+                        release([warp_of(c.cta, r) for r in mine], barrier.clock, True)
+                    else:
+                        barrier.cta.cluster.clocks.release(mine, barrier.clock)
             total = threads
             if amounts is not None:
                 total = int((amounts if which is None else amounts[which]).sum())
@@ -658,9 +661,14 @@ def mbarrier_wait(program: Program, i: Instruction) -> Step:
             machine.event(c, "wait", f"{barrier}: over, {barrier.state}")
         for w in c.shape.warps:
             machine.counters.add(w, "barriers", 1)
-        if machine.track and barrier.done and barrier.phase and not relaxed:
-            seen = (barrier.phase - 1) if parity else min(phase, barrier.phase - 1)
-            c.cta.cluster.clocks.acquire(rows_of(c, where), barrier.done[seen & 1])
+        if machine.track and barrier.done and barrier.phase:
+            seen = barrier.done[((barrier.phase - 1) if parity else min(phase, barrier.phase - 1)) & 1]
+            if not relaxed:
+                c.cta.cluster.clocks.acquire(rows_of(c, where), seen)
+                return
+            for row in rows_of(c, where):
+                extra = warp_of(c.cta, row).extra
+                extra["to acquire"] = np.maximum(extra["to acquire"], seen) if "to acquire" in extra else seen.copy()
 
     def each_lane(c: Convoy, where: NDArray | None, addresses: NDArray, phases: NDArray) -> int | None:
         result = np.zeros(addresses.size, np.bool_)
@@ -709,17 +717,47 @@ def pending_count(program: Program, i: Instruction) -> Step:
 @handles("fence", "membar")
 def fence(program: Program, i: Instruction) -> Step:
     parts = i.parts
-    proxy = parts[1] == "proxy" and "async" in parts[2] if len(parts) > 2 else False
+    proxy = parts[1] == "proxy"
+    asynchronous = proxy and parts[2].startswith("async")
     guard = program.guard(i)
 
     def step(c: Convoy) -> None:
-        if not c.machine.track or not proxy:
+        if not c.machine.track or (proxy and not asynchronous):
             return
         where = c.active(guard)
-        if where is not False:
-            c.cta.cluster.clocks.proxy_fence(rows_of(c, where))  # type: ignore[arg-type]
+        if where is False:
+            return
+        rows = rows_of(c, where)  # type: ignore[arg-type]
+        clocks = c.cta.cluster.clocks
+        if asynchronous:
+            clocks.proxy_fence(rows)
+            return
+        for row in rows:
+            warp = warp_of(c.cta, row)
+            seen = warp.extra.pop("to acquire", None)
+            if seen is not None:
+                clocks.acquire([row], seen)
+            warp.extra["fenced"] = clocks.snapshot(row)
+            clocks.vc[0, row, row + 1] += 1
 
     return step
+
+
+def warp_of(cta: Cta, row: int) -> Warp:
+    """The warp of a cluster row."""
+    return cta.cluster.ctas[row // cta.warp_count].warps[row % cta.warp_count]
+
+
+def release(warps: list[Warp], into: Any, relaxed: bool) -> None:
+    """Hand over what these warps know; a relaxed operation hands over what a fence before it made visible."""
+    clocks = warps[0].cta.cluster.clocks
+    if not relaxed:
+        clocks.release([w.row for w in warps], into)
+        return
+    for w in warps:
+        fenced = w.extra.get("fenced")
+        if fenced is not None:
+            np.maximum(into, fenced, out=into)
 
 
 # ---- The end ------------------------------------------------------------------------------------------------------
