@@ -106,7 +106,7 @@ def formula(
     weights = scores.softmax(-1)[..., :columns]
     weights = weights.masked_fill(~visible, 0.0)
     if kept is not None:
-        weights = weights * kept
+        weights = weights * kept.to(weights.dtype)
     out = (weights @ v).transpose(1, 2)
     return (out, scores.logsumexp(-1)) if with_lse else out
 

@@ -16,7 +16,7 @@ from coflash.commands._demo.progress import Progress
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 # Small: most CPUs emulate bfloat16.
-SEQLEN, BATCH, WIDTH, HEADS, LAYERS = 128, 8, 64, 2, 2
+SEQLEN, BATCH, WIDTH, HEADS, LAYERS = 128, 4, 64, 2, 2
 LEARNING_RATE = 4e-3
 TOLERANCE = 0.05  # nats, between the curves averaged over 20 steps
 
