@@ -1,0 +1,83 @@
+"""From operands to an answer without a GPU: plan, compile in a process, bind, record the launch, run it on
+the virtual GPU, and compare with the portable path.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+
+from coflash import planning, portable, vgpu
+from coflash.compiler import builder, launch
+from coflash.operands import Operands
+from coflash.problem import Problem
+
+
+def run(problem: Problem, operands: Operands) -> None:
+    plan = planning.plan(problem, planning.typical("sm_90a"))
+    entry = builder.build(plan.kernel, plan.config, plan.arch)
+    recorded: list[vgpu.Launch] = []
+    function = vgpu.record(entry.so, function=entry.function)
+    start = launch.bind(lambda *a: recorded.extend(function(*a)), entry.arguments, plan.scalars)
+
+    q, v = operands.q, operands.v
+    out = q.new_empty(*q.shape[:-1], v.shape[-1])
+    rows = q.shape[:-1]
+    lse = q.new_empty(*rows[:-2], rows[-1], rows[-2], dtype=torch.float32)
+    start(operands, out, lse)
+    (one,) = recorded
+    assert one.kernel == entry.symbol
+    report = vgpu.Machine(arch="sm_90a").run(one)
+    assert report.ok, report
+
+    expected, expected_lse = portable.forward(
+        replace(problem, device_type="cpu"), operands, portable.Numerics()
+    )
+    assert (out.float() - expected.float()).abs().max() < 0.02
+    torch.testing.assert_close(lse, expected_lse, atol=0.01, rtol=0)
+
+
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape).to(torch.bfloat16)
+
+
+def test_dense_causal_grouped_heads():
+    problem = Problem(torch.bfloat16, "cuda", 64, 64, 4, 2, 1, 150, 150, causal=True, needs_lse=True)
+    # Slices of one projection, as models make them: strides that no copy is needed for.
+    qkv = normal(1, 150, 8, 64)
+    q, k, v = qkv.split([4, 2, 2], dim=2)
+    run(problem, Operands(q, k, v, softmax_scale=0.125))
+
+
+def test_packed_window_sink_softcap():
+    problem = Problem(
+        torch.bfloat16,
+        "cuda",
+        64,
+        64,
+        2,
+        2,
+        2,
+        100,
+        100,
+        packed_q=True,
+        packed_k=True,
+        causal=True,
+        window_left=50,
+        softcap=15.0,
+        has_sink=True,
+        needs_grad=True,
+    )
+    cu_seqlens = torch.tensor([0, 100, 130], dtype=torch.int32)
+    operands = Operands(
+        *(normal(130, 2, 64) for _ in range(3)),
+        sink=normal(2),
+        softmax_scale=0.2,
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_k=cu_seqlens,
+    )
+    run(problem, operands)
