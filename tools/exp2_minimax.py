@@ -128,7 +128,8 @@ def main() -> int:
         same = coefficients == table
         agree &= same
         print(
-            f"degree {degree}: minimax {ideal:.4e}, with float32 coefficients {rounded:.4e}, in the package: {same}"
+            f"degree {degree}: minimax {ideal:.4e}, with float32 coefficients {rounded:.4e}, "
+            f"in the package: {same}"
         )
         print("    " + ", ".join(repr(c) for c in coefficients))
     if arguments.derive:

@@ -1,8 +1,8 @@
-"""score_mod and mask_mod: the tensors they capture, and passing them through operators that take tensors only.
+"""score_mod and mask_mod: the tensors they capture, and how they pass through operators.
 
-A function may reach a tensor through its closure, a global, an attribute or a partial application.  Instead of
-looking in all those places, `captured` calls the function once, on one score, and notes which tensors PyTorch
-is asked to work on that it did not make itself on the way.
+A function may reach a tensor through its closure, a global, an attribute or a partial application.  Instead
+of looking in all those places, `captured` calls the function once, on one score, and notes which tensors
+PyTorch is asked to work on that it did not make itself on the way.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _Substitute(TorchFunctionMode):
 
 
 def captured(score_mod: Callable[..., Any], q: Tensor, with_gradient: bool = True) -> tuple[Tensor, ...]:
-    """The tensors that score_mod captures (those that require grad, unless told otherwise), in order of use."""
+    """The tensors that score_mod captures, in order of use: those that require grad, or all."""
     if 0 in q.shape:
         return ()
     score = torch.zeros(
@@ -104,9 +104,9 @@ class Functions(NamedTuple):
     )  # what stand-ins replace; None: the closure tensors, as they are then
 
 
-# An operator takes no functions, so it takes a number instead.  Functions seen by torch.compile keep theirs, as
-# a compiled graph may run at any time; those that belong to one pass of a functorch transform make room after a
-# while, because they hold on to its tensors.
+# An operator takes no functions, so it takes a number instead.  Functions seen by torch.compile keep theirs,
+# as a compiled graph may run at any time; those that belong to one pass of a functorch transform make room
+# after a while, because they hold on to its tensors.
 _KEPT: list[Functions] = []
 _NUMBERS: dict[tuple[Any, Any], int] = {}
 _PASSING: OrderedDict[int, Functions] = OrderedDict()
@@ -145,7 +145,7 @@ def find(number: int) -> Functions:
 
 
 def register_constant(score_mod: Any, mask_mod: Any) -> int:
-    """`register` under torch.compile: the number is part of the graph, which is guarded by the functions."""
+    """`register` under torch.compile: a number that is part of the graph, which the functions guard."""
     if score_mod is not None:
         known = {id(t) for t in closure_tensors(score_mod)}
         if any(id(t) not in known for t in captured(score_mod, torch.empty(1))):

@@ -87,8 +87,8 @@ def flash_attn_func(
         alibi_slopes: `(nheads_q,)` or `(batch, nheads_q)`, float32; adds `-slope * |i + off - j|`.
         dropout_p: probability in [0, 1) of dropping a weight after the softmax; the kept ones are scaled by
             `1 / (1 - dropout_p)`.
-        dropout_seed: an integer, or an int64 tensor with one element, that fixes the dropped weights; default:
-            drawn from the default generator of the device, so that `torch.manual_seed` decides.
+        dropout_seed: an integer, or an int64 tensor with one element, that fixes the dropped weights;
+            default: drawn from the device's default generator, so that `torch.manual_seed` decides.
         deterministic: the backward gives the same bits every run.
         return_lse: also return the log-sum-exp, `(batch, nheads_q, seqlen_q)`.
         backend: "auto" (a kernel on the GPUs that have one, the portable path elsewhere), "portable",
@@ -172,8 +172,8 @@ def flash_attn_varlen_func(
         seqused_q: int32 `(batch,)`: only that many queries of each sequence exist; the other rows are 0 in
             the output, -inf in the lse.
         seqused_k: int32 `(batch,)`: only that many keys of each sequence exist.  Required with `page_table`.
-        page_table: int32 `(batch, pages_per_sequence)`: page p of sequence b is `k[page_table[b, p]]`.  Entries
-            past `seqused_k` are not read.  No gradients: a tensor that requires grad is refused.
+        page_table: int32 `(batch, pages_per_sequence)`: page p of sequence b is `k[page_table[b, p]]`.
+            Entries past `seqused_k` are not read.  No gradients: a tensor that requires grad is refused.
 
     The other arguments are those of `flash_attn_func`.
 

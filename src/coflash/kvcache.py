@@ -21,7 +21,7 @@ def extend(
     sin: Tensor | None,
     interleaved: bool,
 ) -> Operands:
-    """Append k and v to the cache, rotating them and q if tables are given; operands of the call that is left.
+    """Append k and v to the cache, rotating k and q if tables are given: operands of the call that is left.
 
     Everything is checked before anything is written.
     """

@@ -1,8 +1,8 @@
 """Attention as PyTorch knows it: differentiable, traceable, transformable.
 
-There are two ways in, with one meaning.  Plain tensors in eager mode take `attend`: an `autograd.Function`, or
-no wrapper at all where no gradient is needed, because a custom operator's dispatch costs more host time than
-a small kernel runs.  Everything else (torch.compile, export, fake tensors, functorch transforms) takes
+There are two ways in, with one meaning.  Plain tensors in eager mode take `attend`: an `autograd.Function`,
+or no wrapper at all where no gradient is needed, because a custom operator's dispatch costs more host time
+than a small kernel runs.  Everything else (torch.compile, export, fake tensors, functorch transforms) takes
 `attend_traced`: the operators `coflash::attention`, `coflash::attention_backward` and
 `coflash::attention_double_backward`, with fake implementations, registered derivatives and batching rules.
 
@@ -124,8 +124,8 @@ def _launcher(problem: Problem, operands: Operands, options: Options) -> Callabl
                 _warn_of_portable_backward(plan.arch)
     if launch is None and options.kernel_options is not None and not empty:
         raise NotImplementedError(
-            f"kernel_options is {dict(options.kernel_options)}, but this call takes the portable path, which has "
-            "none; accepted: None"
+            f"kernel_options is {dict(options.kernel_options)}, but this call takes the portable path, "
+            "which has none; accepted: None"
         )
     return launch
 
@@ -171,7 +171,7 @@ def prepare(operands: Operands, options: Options) -> Call:
     return call
 
 
-# -- running a call on tensors that hold values -----------------------------------------------------------------
+# -- running a call on tensors that hold values ------------------------------------------------------------
 
 
 def _without_autocast(device: torch.device) -> Any:
@@ -297,11 +297,11 @@ def _sink_gradient(sink: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor | 
     return (gradient if gradient.dim() == 1 else gradient.sum(0)).to(sink.dtype)
 
 
-# -- operators, for everything that traces or transforms ----------------------------------------------------------
+# -- operators, for everything that traces or transforms ---------------------------------------------------
 
 _OPERANDS = (
-    "Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor? alibi_slopes, Tensor[] captured, float softmax_scale, "
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, Tensor? page_table, "
+    "Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor? alibi_slopes, Tensor[] captured, "
+    "float softmax_scale, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, Tensor? page_table, "
     "Tensor? cache_batch_idx, Tensor? cache_leftpad, Tensor? dropout_seed, Tensor[] block_tables"
 )
 _OPTIONS = (
@@ -413,9 +413,9 @@ _OWN_KEYS = (
 
 
 def _own_dispatch() -> Any:
-    """Give an operator's body automatic differentiation and vmap back, which PyTorch excludes inside operators.
+    """Give an operator's body automatic differentiation and vmap back, which PyTorch excludes there.
 
-    Functions run under vmap there, and tiles of score_mod are differentiated.
+    Functions run under vmap in it, and tiles of score_mod are differentiated.
     """
     exclude = torch._C._dispatch_tls_local_exclude_set()
     for name in _OWN_KEYS:
@@ -519,8 +519,10 @@ def _restore(form: _Form, flat: tuple[Any, ...]) -> tuple[Any, ...]:
     return *flat[:5], captured, form.softmax_scale, *flat[5:_FIXED], tables, *form.chosen
 
 
-def _attention_gradients(backward: Any, out: Tensor, lse: Tensor, args: Any, dout: Any, dlse: Any) -> list[Any]:
-    """Gradients of an operator's first five arguments, and of what it captures, by one of the two `backward`s."""
+def _attention_gradients(
+    backward: Any, out: Tensor, lse: Tensor, args: Any, dout: Any, dlse: Any
+) -> list[Any]:
+    """Gradients of an operator's first five arguments and of what it captures."""
     dout, delta = _delta(out, dout, dlse)
     dsink = _sink_gradient(args[3], lse, delta)
     dq, dk, dv, dparameters = backward(dout, lse, delta, *args)
@@ -566,7 +568,7 @@ _attention.register_autograd(_differentiate_attention, setup_context=_setup_atte
 _attention_backward.register_autograd(_differentiate_backward, setup_context=_setup_backward)
 
 
-# -- functorch: its transforms take autograd functions of the separate-context kind --------------------------------
+# -- functorch: its transforms take autograd functions of the separate-context kind ------------------------
 
 
 class _TransformedAttention(torch.autograd.Function):
@@ -616,7 +618,8 @@ class _TransformedBackward(torch.autograd.Function):
         found = _TransformedDoubleBackward.apply(ctx.form, len(cotangents), *cotangents, *ctx.saved_tensors)
         gq, gk, gv, gdout, glse, gdelta, *more = found
         galibi = None if ctx.saved_tensors[3 + 4] is None else more.pop(0)
-        return None, gdout, glse, gdelta, gq, gk, gv, None, galibi, *[None] * 8, *more, *[None] * ctx.form.tables
+        rest = (*[None] * 8, *more, *[None] * ctx.form.tables)
+        return None, gdout, glse, gdelta, gq, gk, gv, None, galibi, *rest
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], form: _Form, *tensors: Any) -> Any:
@@ -651,7 +654,7 @@ class _TransformedDoubleBackward(torch.autograd.Function):
 
 
 def _map(function: Any, size: int, dims: tuple[Any, ...], form: _Form, tensors: Any, rows: int) -> Any:
-    """vmap of a function of `rows` query-side tensors and the flat row: folded into the batch if that is right."""
+    """vmap of a function of `rows` query-side tensors and the flat row: in the batch if that is right."""
     leading = rows + 3  # these tensors have a batch dimension of their own, if nothing is packed
     functions_number = form.chosen[5]
     if functions_number != -1 or any(t is not None for t in tensors[leading:]):

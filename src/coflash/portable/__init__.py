@@ -1,4 +1,4 @@
-"""Attention in PyTorch operations, tile by tile: runs on any device, and is the algorithm written to be read."""
+"""Attention in PyTorch operations, tile by tile: runs anywhere, and is the algorithm written to be read."""
 
 from coflash.portable.attention import backward, double_backward, forward
 from coflash.portable.softmax import Numerics

@@ -39,7 +39,7 @@ def forward(problem: Problem, operands: Operands, numerics: Numerics) -> tuple[T
     lse = call.new_rows(-math.inf)
     for block in call.schedule.query_blocks():
         queries = call.load_rows(q, block)
-        softmax = OnlineSoftmax(queries.shape[:2], queries, call.sink_rows(block), numerics)
+        softmax = OnlineSoftmax(queries.shape[:2], queries, call.score_scale, call.sink_rows(block), numerics)
         accumulator = queries.new_zeros(*queries.shape[:2], problem.head_dim_v)
         for tile in block.tiles:
             n = call.prefix(tile)
@@ -57,7 +57,10 @@ def forward(problem: Problem, operands: Operands, numerics: Numerics) -> tuple[T
 def backward(
     problem: Problem, operands: Operands, numerics: Numerics, dout: Tensor, lse: Tensor, delta: Tensor
 ) -> tuple[Tensor, ...]:
-    """Gradients of q, k, v and of each of `parameters(operands)`; lse and delta as the forward lays out lse."""
+    """Gradients of q, k, v, then of alibi_slopes if given and of every captured tensor.
+
+    lse and delta are `(batch, nheads_q, seqlen_q)`, or `(nheads_q, total_q)` for packed queries.
+    """
     call = _Call(problem, operands, numerics)
     q, k, v = operands.q, operands.k, operands.v
     dq, dk, dv = call.new_zeros(q.shape), call.new_zeros(k.shape), call.new_zeros(v.shape)
@@ -90,7 +93,7 @@ def double_backward(
     delta: Tensor,
     cotangents: tuple[Tensor | None, ...],
 ) -> tuple[Tensor, ...]:
-    """Gradients of `backward`'s results, for q, k, v, dout, lse, delta and `parameters(operands)`.
+    """Gradients of `backward`'s results, for q, k, v, dout, lse, delta and its parameters.
 
     `backward` is a sum over tiles of one function of the tile's rows and columns, so its derivative is a sum
     over tiles too: that function is recomputed under automatic differentiation, one tile at a time.
@@ -164,6 +167,9 @@ class _Call:
         self.dtype = torch.float64 if problem.dtype == torch.float64 else torch.float32
         self.schedule = Schedule(problem, operands)
         self.scores = Scores(problem, operands, self.schedule)
+        # Without a transform, scores stay what the product gives and their scale joins the exponential.
+        scale = operands.softmax_scale
+        self.score_scale = 1.0 if self.scores.transforms or scale == 0 else abs(scale)
         alibi = operands.alibi_slopes
         self.parameters = operands.captured if alibi is None else (alibi, *operands.captured)
         self.differentiable = tuple(t for t in self.parameters if t.requires_grad)
@@ -177,7 +183,10 @@ class _Call:
     def tile_scores(
         self, queries: Tensor, keys: Tensor, tile: Tile, graph: bool = False
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Masked scores in base-2 units; with `graph` also the scaled scores and what was made of them."""
+        """Masked scores, which times `score_scale` are in natural units.
+
+        With `graph` also the scaled scores, and what was made of them, for `pull_back`.
+        """
         scale = self.operands.softmax_scale
         if self.scores.transforms:
             raw = self.per_head(torch.bmm(queries, keys.mT).mul_(scale), tile)
@@ -185,12 +194,12 @@ class _Call:
                 raw = raw if raw.requires_grad else raw.requires_grad_()
             with torch.set_grad_enabled(graph):
                 transformed = self.scores.transform(raw, tile)
-            scores = (transformed if torch.is_grad_enabled() else transformed.detach()) * LOG2E
-            scores = scores.reshape(*queries.shape[:2], keys.shape[1])
+            scores = transformed if torch.is_grad_enabled() else transformed.detach()
+            scores = scores.clone().reshape(*queries.shape[:2], keys.shape[1])  # to be overwritten
         else:
             raw = transformed = None
             empty = queries.new_empty(())
-            scores = torch.baddbmm(empty, queries, keys.mT, beta=0, alpha=scale * LOG2E)
+            scores = torch.baddbmm(empty, queries, keys.mT, beta=0, alpha=scale / self.score_scale)
         keep = self.scores.visible(tile)
         if keep is not None:
             self.per_head(scores, tile).masked_fill_(~keep, -math.inf)
@@ -213,7 +222,8 @@ class _Call:
         """
         scores, raw, transformed = self.tile_scores(queries, keys, tile, graph=True)
         numerics = Numerics() if twice else self.numerics
-        weights = numerics.exp2_(scores.sub_(lse * LOG2E))
+        exponents = scores.sub_(lse / self.score_scale).mul_(self.score_scale * LOG2E)
+        weights = numerics.exp2_(exponents)
         dweights = torch.bmm(douts, values.mT)
         dropped = self.drop(weights, tile)
         dscores = self.drop(dweights, tile).sub_(delta).mul_(weights)
@@ -284,10 +294,10 @@ class _Call:
         return tile.count * self.problem.nheads_kv
 
     def sink_rows(self, block: QueryBlock) -> Tensor | None:
-        """The sink of every row of a block, in base-2 units."""
+        """The sink of every row of a block, as a score."""
         if self.operands.sink is None:
             return None
-        sink = self.operands.sink.to(self.dtype) * LOG2E
+        sink = self.operands.sink.to(self.dtype) / self.score_scale
         shape = (block.count, self.problem.nheads_q, block.high - block.low)
         rows = sink[:, None].expand(shape).reshape(block.count * self.problem.nheads_kv, -1, 1)
         return rows

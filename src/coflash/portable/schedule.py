@@ -2,9 +2,9 @@
 
 A *query block* is the same range of positions in several sequences at once; its *tiles* are the key blocks
 some of its queries see, in ascending order.  All sequences and heads of a tile are computed by one batched
-product.  Tiles that causality, window, lengths or a BlockMask prove empty are never made, and tiles that they
-prove fully visible are not masked.  Sequences are sorted by their number of tiles, so that those still at work
-after t tiles are a prefix.
+product.  Tiles that causality, window, lengths or a BlockMask prove empty are never made, and tiles that
+they prove fully visible are not masked.  Sequences are sorted by their number of tiles, so that those still
+at work after t tiles are a prefix.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ __all__ = ["BlockMap", "QueryBlock", "Schedule", "Tile", "Tokens"]
 TILE_SCORES = 1 << 20  # scores in one batched tile: enough to amortise a call, small enough for a cache
 TILE_VALUES = 1 << 21  # elements in one batched tile of k or v
 
+SMALLEST_TILE = 64  # queries or keys in a tile, where there are that many
 Sequences = slice | Tensor  # some sequences of the batch: a range of it, or their indices
 
 
 class Tokens:
     """One side of a call, queries or keys: where token t of sequence b lies.
 
-    Either every sequence is a full row of a dense tensor (`even`), and tiles are slices; or tokens are gathered
-    by index, positions past a sequence's end reading its last token.
+    Either every sequence is a full row of a dense tensor (`even`), and tiles are slices; or tokens are
+    gathered by index, positions past a sequence's end reading its last token.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class Tokens:
         return positions >= self.length[sequences, None]
 
     def load(self, tensor: Tensor, sequences: Sequences, positions: Tensor, low: int, high: int) -> Tensor:
-        """Tokens of `tensor` as `(n, count, ...)`; an even side takes the range, another one the positions."""
+        """Tokens of `tensor` as `(n, count, ...)`: of an even side the range, else the positions."""
         if self.even:
             return tensor[sequences, low:high]
         return tensor[self.index(sequences, positions)]
@@ -200,11 +201,11 @@ class Schedule:
     def _tile_shape(self) -> tuple[int, int]:
         """Queries and keys in a tile."""
         p = self.problem
-        rows = 64
+        rows = SMALLEST_TILE
         while rows < 512 and p.nheads_q * (2 * rows) ** 2 <= TILE_SCORES:
             rows *= 2
         rows = max(1, min(rows, self.longest_q))
-        columns = 64
+        columns = SMALLEST_TILE
         while (
             columns < 4096
             and 2 * columns * p.nheads_q * rows <= TILE_SCORES

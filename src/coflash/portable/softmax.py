@@ -1,11 +1,14 @@
 """The online softmax with conditional rescaling.
 
-Scores come in base-2 units (already multiplied by log2 e), tile by tile.  The state of a row is a reference
-m, the sum l of 2**(s - m) over the keys seen so far, and elsewhere an accumulator of 2**(s - m) times values.
-The classic form moves m to the running maximum at every tile and rescales l and the accumulator each time.
-Any m gives the same result in exact arithmetic, since l divides the accumulator at the end; so m moves only
-where the maximum has grown by more than tau.  Weights are then at most 2**tau, which float32 sums and a
-16-bit second product bear without loss, and almost every rescale is skipped.
+Scores come tile by tile.  The state of a row is a reference m, the sum l of exp(s - m) over the keys seen so
+far, and elsewhere an accumulator of exp(s - m) times values.  The classic form moves m to the running maximum
+at every tile and rescales l and the accumulator each time.  Any m gives the same result in exact arithmetic,
+since l divides the accumulator at the end; so m moves only where the maximum has grown by more than tau (in
+log2 units).  Weights are then at most 2**tau, which float32 sums and a 16-bit second product bear without
+loss, and almost every rescale is skipped.
+
+The exponential is one of base 2.  Its argument is taken as `(s - m) * unit`, difference first: that is exact
+for the scores that matter, whatever their magnitude, and the softmax scale costs no product of its own.
 """
 
 from __future__ import annotations
@@ -18,10 +21,9 @@ from torch import Tensor
 
 from coflash.portable.exp2 import exp2_polynomial
 
-__all__ = ["LN2", "LOG2E", "Numerics", "OnlineSoftmax"]
+__all__ = ["LOG2E", "Numerics", "OnlineSoftmax"]
 
 LOG2E = math.log2(math.e)
-LN2 = math.log(2.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,34 +43,40 @@ class Numerics:
 class OnlineSoftmax:
     """Reference and sum of every row in a block; rows are `(batch, rows, 1)`."""
 
-    def __init__(self, shape: tuple[int, int], like: Tensor, sink: Tensor | None, numerics: Numerics) -> None:
-        """`sink` broadcasts to the rows and is a key seen first, in base-2 units, whose value is zero."""
+    def __init__(
+        self, shape: torch.Size, like: Tensor, scale: float, sink: Tensor | None, numerics: Numerics
+    ) -> None:
+        """Scores times `scale` are in natural units.  `sink`: every row's score of a key seen first, whose
+        value is zero."""
         self.numerics = numerics
+        self.scale = scale
+        self.threshold = numerics.rescale_threshold / (scale * LOG2E)
         self.reference = like.new_full((*shape, 1), -math.inf)
         self.sum = like.new_zeros((*shape, 1))
         if sink is not None:
             self.reference.copy_(sink)
             self.sum.copy_(sink > -math.inf)
-        # On a CPU asking whether any row must rescale is cheaper than rescaling; a GPU would wait for the answer.
+        # A CPU asks whether any row must rescale before it does; a GPU would have to wait for the answer.
         self.ask_first = not like.is_cuda
 
     def update(self, scores: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Take in a tile of scores (overwritten); return its weights, and what the accumulator must be scaled by.
+        """Take in a tile of scores (overwritten): its weights, and what the accumulator must be scaled by.
 
         A tile may cover only the first sequences of the block; the state of the others stays.
         """
         count = scores.shape[0]
         reference, total = self.reference[:count], self.sum[:count]
         maximum = scores.amax(-1, keepdim=True)
-        grown = maximum > reference + self.numerics.rescale_threshold
+        grown = maximum > reference + self.threshold
         factor = None
         if not self.ask_first or bool(grown.any()):
             moved = torch.where(grown, maximum, reference)
-            factor = torch.exp2(torch.where(grown, reference - moved, 0.0))
+            factor = torch.exp2(torch.where(grown, reference - moved, 0.0).mul_(self.scale * LOG2E))
             reference.copy_(moved)
             total.mul_(factor)
         # A row that has seen nothing has reference -inf; any finite one leaves its weights at 2**-inf = 0.
-        weights = self.numerics.exp2_(scores.sub_(reference.masked_fill(reference == -math.inf, 0.0)))
+        safe = reference.masked_fill(reference == -math.inf, 0.0)
+        weights = self.numerics.exp2_(scores.sub_(safe).mul_(self.scale * LOG2E))
         total.add_(weights.sum(-1, keepdim=True))
         return weights, factor
 
@@ -78,5 +86,5 @@ class OnlineSoftmax:
 
     def lse(self) -> Tensor:
         """Natural log-sum-exp of every row."""
-        lse = (self.reference + torch.log2(self.sum)) * LN2
+        lse = self.reference * self.scale + torch.log(self.sum)
         return torch.where(self.reference == math.inf, self.reference, lse)
