@@ -50,7 +50,7 @@ class ForwardConfig:
     degree: int = 3  # of that polynomial
     early_keys: int = 96  # of a block's 128 keys, those whose P is handed over first
     dynamic: bool = False  # tiles by cluster launch control; else every cluster strides through them
-    registers: tuple[int, int, int] = (200, 80, 32)  # of a thread: softmax, epilogue, other warps
+    registers: tuple[int, int, int] = (192, 80, 48)  # of a thread: softmax, epilogue, other warps
 
     def __post_init__(self) -> None:
         if self.dtype not in NAMES:
@@ -75,7 +75,9 @@ class ForwardConfig:
         if self.kv_stages < 2:
             raise ValueError(f"kv_stages {self.kv_stages}: at least 2, K and V share the ring")
         if self.tensor_columns > TENSOR_COLUMNS:
-            raise ValueError(f"tensor memory: {self.tensor_sum()} = {self.tensor_columns} of {TENSOR_COLUMNS}")
+            raise ValueError(
+                f"tensor memory: {self.tensor_sum()} = {self.tensor_columns} of {TENSOR_COLUMNS}"
+            )
         if self.shared_bytes > SHARED_BYTES:
             raise ValueError(f"shared memory: {self.shared_sum()} = {self.shared_bytes} of {SHARED_BYTES}")
         softmax, epilogue, other = self.registers

@@ -90,17 +90,18 @@ class Forward:
                 (c.panel_v, BLOCK, 1, 1),
             )
 
-        items = (length_q * c.pack_heads + c.rows - 1) // c.rows * heads * batch
+        m_blocks = (length_q * c.pack_heads + c.rows - 1) // c.rows
+        items = m_blocks * heads * batch
         if cutlass.const_expr(c.packed_q):
             # What all sequences together can need: every one wastes less than one item.
             items = (length_q * c.pack_heads // c.rows + batch) * heads
+        at_once = given["num_blocks"] // c.ctas
         clusters = items
         if cutlass.const_expr(not c.dynamic):
-            clusters = least(given["sm_count"] // c.ctas, items)
+            clusters = least(at_once, items)
         kv_bytes = 2 * (c.head_dim + c.head_dim_v) * least(length_k, Int32(2**20))
-        section = tiles.section_heads(kv_bytes, heads_k * batch)
-        if cutlass.const_expr(c.pack_heads == 1):
-            section = section * group
+        section = tiles.section_heads(kv_bytes, m_blocks * (heads // heads_k), heads_k * batch, at_once)
+        section = section * (heads // heads_k)
         numbers = [length_q, length_k, heads, batch, group, section]
         self.kernel(q_map, k_map, v_map, numbers, [given[name] for name in self.names[3:-1]]).launch(
             grid=[most(clusters, Int32(1)) * c.ctas, 1, 1],
@@ -498,7 +499,9 @@ def _layout(tensor: cute.Tensor, packed: bool) -> tuple[Int32, Int32, Int32, tup
     return length, heads, batch, (tensor.stride[1], tensor.stride[2], tensor.stride[0])
 
 
-def _tensor_map(tensor: cute.Tensor, extents: tuple, strides: tuple, box: tuple, shift: Any = 0) -> cuda.TensorMap:
+def _tensor_map(
+    tensor: cute.Tensor, extents: tuple, strides: tuple, box: tuple, shift: Any = 0
+) -> cuda.TensorMap:
     """A tensor map over `extents` (columns first), strides of all but the first in elements, read in panels of
     box[0] columns whose rows are swizzled."""
     swizzle = {64: "s128b", 32: "s64b", 16: "s32b"}[box[0]]
@@ -554,6 +557,6 @@ def fake_arguments(config: ForwardConfig) -> dict[str, Any]:
         arguments["window_right"] = Int32(0)
     if c.softcap:
         arguments["softcap"] = Float32(0.0)
-    arguments["sm_count"] = Int32(0)
+    arguments["num_blocks"] = Int32(0)
     arguments["stream"] = make_fake_stream(use_tvm_ffi_env_stream=True)
     return arguments

@@ -17,11 +17,19 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 from cutlass.experimental import primitives as prims
 
 SHARED, TENSOR = 3, 6  # LLVM address spaces
-PEER_MASK = 0xFEFFFFFF - 2**32  # clears the bit of a shared address that tells a pair's CTAs apart: the leader's
+PEER_MASK = (
+    0xFEFFFFFF - 2**32
+)  # clears the bit of a shared address that tells a pair's CTAs apart: the leader's
 
 
 def ptx(
-    result: Any, text: str, constraints: str, *operands: Any, pure: bool = False, loc: Any = None, ip: Any = None
+    result: Any,
+    text: str,
+    constraints: str,
+    *operands: Any,
+    pure: bool = False,
+    loc: Any = None,
+    ip: Any = None,
 ) -> Any:
     """One piece of inline PTX. `pure` lets the compiler move it, merge it and drop it."""
     return llvm.inline_asm(
@@ -98,7 +106,9 @@ def store_shared(address: Int32, words: list[Any], *, loc: Any = None, ip: Any =
 
 
 @dsl_user_op
-def load_shared(address: Int32, count: int, element: Any = Int32, *, loc: Any = None, ip: Any = None) -> list[Any]:
+def load_shared(
+    address: Int32, count: int, element: Any = Int32, *, loc: Any = None, ip: Any = None
+) -> list[Any]:
     """2 or 4 aligned words."""
     kind, of = ("f", T.f32()) if element is Float32 else ("r", T.i32())
     results = ", ".join(f"${i}" for i in range(count))

@@ -19,7 +19,9 @@ class Barrier(Fixture):
 
     def __init__(self, address: Int32, first: int = 0) -> None:
         self.address = address
-        self.parity = cute.make_rmem_tensor((1,), Int32)  # a tensor: loops carry its contents without being told to
+        self.parity = cute.make_rmem_tensor(
+            (1,), Int32
+        )  # a tensor: loops carry its contents without being told to
         self.parity[0] = Int32(first)
 
     def wait(self, cluster: bool = False) -> None:

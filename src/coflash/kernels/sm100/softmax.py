@@ -16,7 +16,9 @@ from coflash.kernels.sm100.shared import Barrier
 
 INFINITY = Float32.inf
 EVERY_LANE = 0xFFFFFFFF
-TOLERANCE = 8.0  # log2 units that a row's maximum may exceed its reference by before sum and O are brought down
+TOLERANCE = (
+    8.0  # log2 units that a row's maximum may exceed its reference by before sum and O are brought down
+)
 CHUNK = 32  # columns moved between tensor memory and registers at a time
 
 
