@@ -1,6 +1,5 @@
-"""On a GPU: the kernel by default, inside CUDA graphs, streams, torch.compile and autocast, past 2**31
-elements, from a folder made elsewhere, and in little host time.
-"""
+"""On a GPU: the kernel by default, in CUDA graphs, streams, torch.compile and autocast, past 2**31 elements,
+from a folder made elsewhere, and in little host time."""
 
 from __future__ import annotations
 

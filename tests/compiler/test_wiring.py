@@ -1,6 +1,5 @@
 """From operands to an answer without a GPU: plan, compile in a process, bind, record the launch, run it on
-the virtual GPU, and compare with the portable path.
-"""
+the virtual GPU, and compare with the portable path."""
 
 from __future__ import annotations
 

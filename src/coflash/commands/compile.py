@@ -32,7 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from coflash import compiler, planning
-    from coflash.compiler import runtime
+    from coflash.compiler import cache, runtime
     from coflash.compiler.progress import Progress
 
     problems = list(presets.problems(args.preset)) if args.preset else [arguments.problem(args)]
@@ -57,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
         except compiler.CompileError as error:
             print(error, file=sys.stderr)
             return 1
+    if args.output:
+        shutil.rmtree(args.output / cache.LOCKS, ignore_errors=True)  # nobody writes to a shipped folder
     if args.output and args.with_runtime:
         library = runtime.dsl_runtime()
         assert library is not None  # it has just compiled
@@ -68,6 +70,10 @@ def run(args: argparse.Namespace) -> int:
         f"registers {min(_registers(entries))} to {max(_registers(entries))}, "
         f"{sum(_spills(entry) for entry in entries)} bytes spilled"
     )
+    for entry in entries:
+        for kernel in entry.resources:
+            for loss in kernel["losses"] or ():
+                print(f"{entry.folder.name}: {loss}", file=sys.stderr)
     if args.output:
         print(f"use it elsewhere with COFLASH_CACHE_READONLY={args.output.name}")
     return 0

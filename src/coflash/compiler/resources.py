@@ -24,6 +24,9 @@ class Resources:
     static_shared_bytes: int  # per block; dynamic shared memory is the launch's
     barriers: int | None  # named barriers in use, per block
     threads: int | None  # threads a block must have, where the kernel says so
+    losses: (
+        tuple[str, ...] | None
+    )  # what the assembler says costs speed, serialised wgmma for one; None: no log
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -69,6 +72,7 @@ def read(cubin: bytes, log: str = "") -> tuple[Resources, ...]:
                 static_shared_bytes=shared.size if shared else 0,
                 barriers=int(barriers.group(1)) if barriers else None,
                 threads=threads,
+                losses=_losses(log, symbol) if log else None,
             )
         )
     if not found:
@@ -82,6 +86,12 @@ def _spills(log: str, symbol: str) -> tuple[int, int] | None:
         log,
     )
     return (int(match.group(1)), int(match.group(2))) if match else None
+
+
+def _losses(log: str, symbol: str) -> tuple[str, ...]:
+    """The assembler's performance warnings that name a kernel, each once."""
+    found = re.findall(r"\(C\d+\) Potential Performance Loss: .*?(?= ptxas |$)", log)
+    return tuple(dict.fromkeys(text for text in found if symbol in text))
 
 
 # Attribute numbers of .nv.info (EIATTR_*), as readelf-like tools print them.
