@@ -4,8 +4,14 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip install --disable-pip-version-check --quiet
+PIP    := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off
+# pip's progress as one short line for each package; from the first error on, everything.
+BRIEF  := 2>&1 | sed -un -e '/^ *ERROR/,$$p' -e 's/^Collecting \([^ ]*\).*/   getting \1/p' \
+                       -e 's/^Installing collected packages.*/   installing/p'
 WORKERS ?= 2
+
+SHELL := bash
+.SHELLFLAGS := -o pipefail -c
 
 # A machine with an NVIDIA GPU takes pip's default torch; any other takes the release pinned for the CPU.
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
@@ -30,19 +36,19 @@ $(BIN)/python:
 
 $(VENV)/.demo: pyproject.toml constraints.txt constraints-cpu.txt | $(BIN)/python
 	@echo "== installing coflash and what the demo needs into $(VENV) (the first time takes a few minutes)"
-	@$(PIP) $(CONSTRAINTS) -e '.[demo]'
+	@$(PIP) $(CONSTRAINTS) -e '.[demo]' $(BRIEF)
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt constraints-cpu.txt | $(BIN)/python
 	@echo "== installing coflash and what the tests need into $(VENV) (the first time takes a few minutes)"
-	@$(PIP) $(CONSTRAINTS) -e '.[dev]'
+	@$(PIP) $(CONSTRAINTS) -e '.[dev]' $(BRIEF)
 	@touch $@ $(VENV)/.demo
 
 # The peers pin other releases of what is here already, so they come without their dependencies.
 $(VENV)/.peers: $(VENV)/.dev
 	@echo "== installing the peers into $(VENV)"
-	@$(PIP) --no-deps flash-attn-4==4.0.0b36 quack-kernels==0.6.5
-	@$(PIP) $(CONSTRAINTS) einops triton
+	@$(PIP) --no-deps flash-attn-4==4.0.0b36 quack-kernels==0.6.5 $(BRIEF)
+	@$(PIP) $(CONSTRAINTS) einops triton $(BRIEF)
 	@touch $@
 
 demo: $(VENV)/.demo
