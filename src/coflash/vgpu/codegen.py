@@ -237,6 +237,8 @@ class Translator:
         if not isinstance(target, Reg) or target.width != width:
             raise PtxError(f"the destination of {i.op} must be a {width}-bit register: {i.text}", i.line)
         arguments = ", ".join(self.read(s, kind, i) for s in sources)
+        if where and kind == "X":
+            where = f"np.repeat({where}, 2)"
         tail = f", where={where}" if where else ""
         return [f"{name}({arguments}, out={kind}[{target.index}]{tail})"]
 

@@ -153,6 +153,7 @@ class Shape:
         "threads",
         "warp_hi",
         "warp_lo",
+        "warp_numbers",
         "warp_rows",
         "warps",
     )
@@ -172,6 +173,8 @@ class Shape:
         self.warps = [cta.warps[w] for w, _ in key]
         self.warp_lo, self.warp_hi = key[0][0], key[-1][0] + 1
         self.warp_rows = [w.row for w in self.warps]
+        whole = self.warp_hi - self.warp_lo == len(key)
+        self.warp_numbers: Any = slice(self.warp_lo, self.warp_hi) if whole else [w for w, _ in key]
         base = cta.rank * cta.warp_count
         self.slice_rows = base + np.arange(self.lo, self.hi) // 32
         self.rows = cta.rows(self.lo, self.hi)
@@ -561,8 +564,7 @@ class Machine:
         visible = self.program.visible if self.schedule == "random" else None
         hits = self.counters.hits
         pc = c.pc
-        lo, hi = c.shape.warp_lo, c.shape.warp_hi
-        whole = hi - lo == len(c.fragments)
+        warps = c.shape.warp_numbers
         meet = c.meet
         self.current = c
         while True:
@@ -571,11 +573,7 @@ class Machine:
                 self._arrive(c)
                 return
             c.pc = pc
-            if whole:
-                hits[pc, lo:hi] += 1
-            else:
-                for w in c.shape.warps:
-                    hits[pc, w.index] += 1
+            hits[pc, warps] += 1
             self.time += 1
             result = steps[pc](c)
             if result is None:

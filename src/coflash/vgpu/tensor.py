@@ -425,7 +425,7 @@ def _guard(program: Program, s: int, step: Step) -> Step:
             last = extra.get("last_run")
             if last is None:
                 last = extra["last_run"] = np.full((len(program.spans) + 1, cta.warp_count), -1, np.int64)
-            last[s, c.shape.warp_lo : c.shape.warp_hi] = c.machine.time
+            last[s, c.shape.warp_numbers] = c.machine.time
             states = extra.get("wgmma_warps")
             if states:
                 for w in c.shape.warps:

@@ -159,7 +159,9 @@ def _checked(d: MatrixDescriptor, rows: int, k: int, bits: int, k_major: bool) -
     if bits < 8 and not k_major:
         raise DescriptorError("sub-byte operands must be K-major")
     held = max(bits, 8)
-    if (k if k_major else rows) * held % 128 or (k_major and rows % 8):
+    if (k if k_major else rows) * held % 128 or (
+        k_major and rows % 8 and rows != 4
+    ):  # 4 rows: tcgen05.cp.4x256b
         raise DescriptorError(
             f"a tile of {rows} x {k} elements of {bits} bits is not made of 8 x 16-byte blocks"
         )
