@@ -408,11 +408,17 @@ def _attend(operands: Operands, options: Options) -> Tensor | tuple[Tensor, Tens
         operands = operands._replace(dropout_seed=_seed(operands.dropout_seed, q.device))
     if torch_ops.needs_tracing(operands):
         out, lse = torch_ops.attend_traced(operands, options)
-        return (out, lse) if options.return_lse else out
+        return _results(out, lse, options)
     if options.score_mod is not None and torch.is_grad_enabled():
         operands = operands._replace(captured=functions.captured(options.score_mod, q))
     out, lse = torch_ops.attend(torch_ops.prepare(operands, options), operands)
-    return (out, lse) if options.return_lse else out
+    return _results(out, lse, options)
+
+
+def _results(out: Tensor, lse: Tensor, options: Options) -> Tensor | tuple[Tensor, Tensor]:
+    if not options.return_lse:
+        return out
+    return out, lse if out.dtype == torch.float64 else lse.float()
 
 
 def _pairs(kernel_options: Mapping[str, Any] | None) -> Any:

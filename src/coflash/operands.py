@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-__all__ = ["BlockTables", "Operands"]
+__all__ = ["BlockTables", "Operands", "row_dtype"]
 
 
 class BlockTables(NamedTuple):
@@ -40,3 +41,14 @@ class Operands(NamedTuple):
     cache_leftpad: Tensor | None = None
     dropout_seed: Tensor | None = None
     block_tables: BlockTables | None = None
+
+
+def row_dtype(q: Tensor) -> torch.dtype:
+    """Dtype of what is kept for each row between forward and backward: its log-sum-exp, and D.
+
+    The backward recomputes weights as exp(s - lse), so that the rounding of lse is an error of a whole row of
+    weights.  For float32 inputs half a unit in the last place of a float32 lse would be more than the product's
+    own error, so it stays in float64; callers see float32.
+    """
+    wide = q.dtype in (torch.float32, torch.float64) and q.device.type != "mps"
+    return torch.float64 if wide else torch.float32

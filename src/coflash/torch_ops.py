@@ -26,7 +26,7 @@ from torch import Tensor
 
 from coflash import checks, functions, portable
 from coflash.checks import Options, Sizes
-from coflash.operands import BlockTables, Operands
+from coflash.operands import BlockTables, Operands, row_dtype
 from coflash.problem import Problem
 
 __all__ = ["Call", "attend", "attend_traced", "prepare"]
@@ -193,10 +193,9 @@ def run(call: Call, operands: Operands) -> tuple[Tensor, Tensor]:
 
 def _new_outputs(operands: Operands) -> tuple[Tensor, Tensor]:
     q = operands.q
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = q.new_empty(*q.shape[:-1], operands.v.shape[-1])
     rows = q.shape[:-1]
-    return out, q.new_empty(*rows[:-2], rows[-1], rows[-2], dtype=dtype)
+    return out, q.new_empty(*rows[:-2], rows[-1], rows[-2], dtype=row_dtype(q))
 
 
 def attend(call: Call, operands: Operands) -> tuple[Tensor, Tensor]:
@@ -277,7 +276,7 @@ class _Backward(torch.autograd.Function):
 
 def _delta(out: Tensor, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
     """The output's gradient (zero if there is none), and D - dL of the module `portable.attention`."""
-    dtype = torch.float64 if out.dtype == torch.float64 else torch.float32
+    dtype = row_dtype(out)
     if dout is None:
         dout = torch.zeros_like(out)
         delta = torch.zeros(out.shape[:-1], dtype=dtype, device=out.device)

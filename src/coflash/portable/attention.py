@@ -22,7 +22,7 @@ import math
 import torch
 from torch import Tensor
 
-from coflash.operands import Operands
+from coflash.operands import Operands, row_dtype
 from coflash.portable.schedule import QueryBlock, Schedule, Tile
 from coflash.portable.scores import Scores
 from coflash.portable.softmax import LOG2E, Numerics, OnlineSoftmax
@@ -50,7 +50,7 @@ def forward(problem: Problem, operands: Operands, numerics: Numerics) -> tuple[T
             accumulator[:n].baddbmm_(call.round(call.drop(weights, tile)), call.load_columns(v, tile))
         accumulator.mul_(softmax.normalizer())
         call.store_rows(out, block, accumulator)
-        call.store_rows(lse[..., None], block, softmax.lse())
+        call.store_rows(lse[..., None], block, softmax.lse(lse.dtype))
     return out, call.by_head(lse)
 
 
@@ -107,7 +107,7 @@ def double_backward(
     glse, gdelta = call.new_rows(0.0), call.new_rows(0.0)
     gparameters = [torch.zeros_like(t) for t in call.parameters]
     for block in call.schedule.query_blocks():
-        rows = _Rows(call, block, q, dout, lse, delta)
+        rows = _Rows(call, block, q, dout, lse, delta, exact=False).all()
         towards_dq = None if to_dq is None else call.load_rows(to_dq, block) * scale
         totals = [torch.zeros_like(t) for t in rows]
         for tile in block.tiles:
@@ -143,6 +143,7 @@ def double_backward(
             call.add_columns(gv, tile, parts[5])
             for total, part in zip(call.of_differentiable(gparameters), parts[6:], strict=True):
                 total += part
+        totals[2] /= call.score_scale  # from the scores' units to natural ones
         for target, total in zip((gq, gdout, glse[..., None], gdelta[..., None]), totals, strict=True):
             call.store_rows(target, block, total)
     return (
@@ -165,6 +166,7 @@ class _Call:
         self.numerics = numerics
         self.device = operands.q.device
         self.dtype = torch.float64 if problem.dtype == torch.float64 else torch.float32
+        self.row_dtype = row_dtype(operands.q)
         self.schedule = Schedule(problem, operands)
         self.scores = Scores(problem, operands, self.schedule)
         # Without a transform, scores stay what the product gives and their scale joins the exponential.
@@ -222,7 +224,7 @@ class _Call:
         """
         scores, raw, transformed = self.tile_scores(queries, keys, tile, graph=True)
         numerics = Numerics() if twice else self.numerics
-        exponents = scores.sub_(lse / self.score_scale).mul_(self.score_scale * LOG2E)
+        exponents = scores.sub_(lse).mul_(self.score_scale * LOG2E)
         weights = numerics.exp2_(exponents)
         dweights = torch.bmm(douts, values.mT)
         dropped = self.drop(weights, tile)
@@ -261,11 +263,11 @@ class _Call:
 
     # -- between tokens and tiles --------------------------------------------------------------------------
 
-    def load_rows(self, tensor: Tensor, block: QueryBlock) -> Tensor:
+    def load_rows(self, tensor: Tensor, block: QueryBlock, dtype: torch.dtype | None = None) -> Tensor:
         """A block's tokens of a query-side tensor, as `(sequences * nheads_kv, group * queries, dim)`."""
         tokens = self.schedule.q.load(tensor, block.sequences, block.queries, block.low, block.high)
         count, rows, heads, dim = tokens.shape
-        tile = torch.empty(count, heads, rows, dim, dtype=self.dtype, device=self.device)
+        tile = torch.empty(count, heads, rows, dim, dtype=dtype or self.dtype, device=self.device)
         tile.copy_(tokens.transpose(1, 2))
         return tile.view(count * self.problem.nheads_kv, self.problem.group_size * rows, dim)
 
@@ -308,7 +310,7 @@ class _Call:
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def new_rows(self, value: float) -> Tensor:
-        return torch.full(self.operands.q.shape[:-1], value, dtype=self.dtype, device=self.device)
+        return torch.full(self.operands.q.shape[:-1], value, dtype=self.row_dtype, device=self.device)
 
     @staticmethod
     def by_head(rows: Tensor) -> Tensor:
@@ -317,21 +319,40 @@ class _Call:
 
 
 class _Rows:
-    """The query side of a block in the backward."""
+    """The query side of a block in the backward.
+
+    `lse` is in the scores' own units and precision.  What rounding it leaves out, a factor close to 1 on a row's
+    weights, multiplies `dout` and `delta` instead: every gradient is linear in the two together.
+    """
 
     def __init__(
-        self, call: _Call, block: QueryBlock, q: Tensor, dout: Tensor, lse: Tensor, delta: Tensor
+        self,
+        call: _Call,
+        block: QueryBlock,
+        q: Tensor,
+        dout: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        exact: bool = True,
     ) -> None:
         self.q = call.load_rows(q, block)
         self.dout = call.load_rows(dout, block)
-        self.delta = call.load_rows(delta.transpose(-1, -2)[..., None], block)
-        lse_rows = call.load_rows(lse.transpose(-1, -2)[..., None], block)
+        wide = call.row_dtype
+        delta = call.load_rows(delta.transpose(-1, -2)[..., None], block, wide)
+        natural = call.load_rows(lse.transpose(-1, -2)[..., None], block, wide)
+        self.lse = (natural / call.score_scale).to(call.dtype)
+        if exact and wide != call.dtype:
+            factor = torch.exp(self.lse.to(wide) * call.score_scale - natural)
+            factor = torch.where(natural.isfinite(), factor, 1.0)
+            self.dout.mul_(factor)
+            delta = delta * factor
+        self.delta = delta.to(call.dtype)
         # Rows that see nothing, and rows past a sequence's end, take no part: their weights become 2**-inf.
-        self.lse = lse_rows.masked_fill_(lse_rows == -math.inf, math.inf)
+        self.lse.masked_fill_(self.lse == -math.inf, math.inf)
         past_end = call.schedule.q.past_end(block.sequences, block.queries)
         if past_end is not None:
             rows = self.lse.view(block.count, call.problem.nheads_q, -1)
             rows.masked_fill_(past_end[:, None, :], math.inf)
 
-    def __iter__(self):  # noqa: ANN204
-        return iter((self.q, self.dout, self.lse, self.delta))
+    def all(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.q, self.dout, self.lse, self.delta

@@ -84,7 +84,8 @@ class OnlineSoftmax:
         """What the accumulator is multiplied by at the end; 0 for a row that has seen nothing."""
         return torch.where(self.sum == 0, 0.0, 1.0 / self.sum)
 
-    def lse(self) -> Tensor:
+    def lse(self, dtype: torch.dtype) -> Tensor:
         """Natural log-sum-exp of every row."""
-        lse = self.reference * self.scale + torch.log(self.sum)
-        return torch.where(self.reference == math.inf, self.reference, lse)
+        reference = self.reference.to(dtype)
+        lse = reference * self.scale + torch.log(self.sum.to(dtype))
+        return torch.where(reference == math.inf, reference, lse)
