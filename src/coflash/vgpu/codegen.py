@@ -16,6 +16,7 @@ import numpy as np
 
 from .ptx import Imm, Instruction, Mem, Operand, Pair, PtxError, Reg, Sink, Sym, Vec
 from .units import arith
+from .units.formats import canonical_nan
 
 # The dictionaries of row views, by the name generated code uses for them.
 ROW_KINDS: dict[str, tuple[int, Any]] = {
@@ -79,7 +80,7 @@ class Namespace:
     """Names for the constants and functions that a generated function uses."""
 
     def __init__(self) -> None:
-        self.values: dict[str, Any] = {"np": np, "copyto": np.copyto}
+        self.values: dict[str, Any] = {"np": np, "copyto": np.copyto, "canonical_nan": canonical_nan}
         for name in {f for f, _ in _UFUNC.values()} | set(_COMPARE.values()) | {"left_shift", "right_shift"}:
             self.values[name] = getattr(np, name)
         self._known: dict[Any, str] = {}
@@ -240,7 +241,11 @@ class Translator:
         if where and kind == "X":
             where = f"np.repeat({where}, 2)"
         tail = f", where={where}" if where else ""
-        return [f"{name}({arguments}, out={kind}[{target.index}]{tail})"]
+        row = f"{kind}[{target.index}]"
+        lines = [f"{name}({arguments}, out={row}{tail})"]
+        if kind in ("F", "X"):
+            lines.append(f"canonical_nan({row}{', ' + where if where else ''})")
+        return lines
 
     def shift(self, i: Instruction, where: str | None) -> list[str]:
         self.arity(i, 3)

@@ -1,4 +1,4 @@
-"""Tensor copies end to end: loads, multicast, stores and reductions through tensor maps; plain bulk copies."""
+"""Tensor copies end to end: loads, multicast, stores, reductions through tensor maps; plain bulk copies."""
 
 from __future__ import annotations
 

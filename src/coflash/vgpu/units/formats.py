@@ -123,6 +123,14 @@ def raw32(r: Array) -> Array:
     return r.view(U4)
 
 
+def canonical_nan(row: Array, where: Array | None = None) -> None:
+    """The same in place, on the lanes in `where`."""
+    d = row.dot(row)
+    if d != d:
+        bad = row != row
+        np.putmask(row.view(U4), bad if where is None else bad & where, NAN32)
+
+
 def raw16(r: Array) -> Array:
     """float16 results as raw registers with the canonical NaN."""
     u = r.view(U2)

@@ -1,0 +1,151 @@
+"""Computing instructions inside kernels: the code the machine makes of them gives what `arith` gives."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from coflash.vgpu.launch import Buffer, Launch
+from coflash.vgpu.machine import Machine
+from coflash.vgpu.units import arith
+
+from .exact import samples
+
+REGISTER = {16: "h", 32: "r", 64: "d"}
+
+# Mnemonic, widths of the operands (1 is a predicate), width of the result.
+FORMS = """
+add.f32 32 32 : 32 | sub.f32 32 32 : 32 | mul.f32 32 32 : 32 | fma.rn.f32 32 32 32 : 32
+add.rm.ftz.f32 32 32 : 32 | div.rn.f32 32 32 : 32 | sqrt.rn.f32 32 : 32 | max.f32 32 32 : 32
+max.f32 32 32 32 : 32 | min.NaN.f32 32 32 : 32 | neg.f32 32 : 32 | abs.f32 32 : 32
+copysign.f32 32 32 : 32 | ex2.approx.ftz.f32 32 : 32 | lg2.approx.f32 32 : 32 | rcp.approx.ftz.f32 32 : 32
+tanh.approx.f32 32 : 32 | rsqrt.approx.f32 32 : 32 | add.f64 64 64 : 64 | fma.rn.f64 64 64 64 : 64
+add.rn.f32x2 64 64 : 64 | sub.rn.f32x2 64 64 : 64 | mul.rn.f32x2 64 64 : 64 | fma.rn.f32x2 64 64 64 : 64
+add.rm.f32x2 64 64 : 64 | add.f16 16 16 : 16 | fma.rn.bf16 16 16 16 : 16 | add.rn.bf16x2 32 32 : 32
+fma.rn.f16x2 32 32 32 : 32 | max.bf16x2 32 32 : 32 | add.f32.bf16 16 32 : 32
+fma.rn.f32.f16 16 16 32 : 32 | ex2.approx.ftz.bf16x2 32 : 32 | tanh.approx.f16 16 : 16
+cvt.rn.bf16x2.f32 32 32 : 32 | cvt.rn.f16x2.f32 32 32 : 32 | cvt.rn.bf16.f32 32 : 16
+cvt.f32.bf16 16 : 32 | cvt.rn.f16.f32 32 : 16 | cvt.f32.f16 16 : 32 | cvt.rzi.s32.f32 32 : 32
+cvt.rn.f32.s32 32 : 32 | cvt.f64.f32 32 : 64 | cvt.rn.f32.f64 64 : 32
+cvt.rn.satfinite.e4m3x2.f32 32 32 : 16 | cvt.rn.f16x2.e4m3x2 16 : 32 | cvt.rn.f32.u64 64 : 32
+cvt.rna.tf32.f32 32 : 32 | cvt.u64.u32 32 : 64 | cvt.s64.s32 32 : 64 | cvt.u32.u64 64 : 32
+cvt.u32.u16 16 : 32 | cvt.s32.s16 16 : 32 | cvt.u16.u32 32 : 16 | add.s32 32 32 : 32 | sub.s64 64 64 : 64
+mul.lo.s32 32 32 : 32 | mul.hi.u32 32 32 : 32 | mul.hi.s64 64 64 : 64 | mul.wide.u32 32 32 : 64
+mul.wide.s16 16 16 : 32 | mad.lo.s32 32 32 32 : 32 | mad.wide.u32 32 32 64 : 64 | mad.hi.s32 32 32 32 : 32
+div.s32 32 32 : 32 | rem.u32 32 32 : 32 | min.s32 32 32 : 32 | max.u64 64 64 : 64 | abs.s32 32 : 32
+neg.s32 32 : 32 | sad.s32 32 32 32 : 32 | and.b32 32 32 : 32 | or.b64 64 64 : 64 | xor.b16 16 16 : 16
+not.b32 32 : 32 | shl.b32 32 32 : 32 | shl.b64 64 32 : 64 | shr.u32 32 32 : 32 | shr.s32 32 32 : 32
+shr.s16 16 32 : 16 | shf.l.wrap.b32 32 32 32 : 32 | prmt.b32 32 32 32 : 32 | bfe.u32 32 32 32 : 32
+bfe.s64 64 32 32 : 64 | bfi.b32 32 32 32 32 : 32 | bfind.u32 32 : 32 | clz.b64 64 : 32 | popc.b32 32 : 32
+popc.b64 64 : 32 | brev.b32 32 : 32 | dp4a.s32.u32 32 32 32 : 32 | selp.b32 32 32 1 : 32
+selp.f32 32 32 1 : 32 | slct.f32.s32 32 32 32 : 32 | set.lt.u32.f32 32 32 : 32 | setp.lt.f32 32 32 : 1
+setp.neu.f32 32 32 : 1 | setp.geu.f32 32 32 : 1 | setp.eq.s32 32 32 : 1 | setp.hi.u32 32 32 : 1
+setp.lt.s64 64 64 : 1 | setp.gt.and.s32 32 32 1 : 1 | setp.ne.xor.b32 32 32 1 : 1 | setp.nan.f32 32 32 : 1
+setp.lt.f16 16 16 : 1 | and.pred 1 1 : 1 | not.pred 1 : 1 | xor.pred 1 1 : 1
+lop3.b32 32 32 32 #0x6a : 32 | testp.normal.f32 32 : 1
+"""
+
+
+def forms() -> list[tuple[str, list[str], int]]:
+    out = []
+    for entry in FORMS.replace("\n", "|").split("|"):
+        if entry.strip():
+            left, right = entry.split(":")
+            name, *operands = left.split()
+            out.append((name, operands, int(right)))
+    return out
+
+
+def operand_values(name: str, width: int, n: int, seed: int) -> np.ndarray:
+    if width == 1:
+        return np.random.default_rng(seed).integers(0, 2, n).astype(bool)
+    fmt = {16: "bf16" if "bf16" in name else "f16", 32: "f32", 64: "f64"}[width]
+    if "x2" in name and width > 16:
+        fmt = {64: "f32", 32: "bf16" if "bf16" in name else "f16"}[width] if ".f32" != name[-4:] else "f32"
+        raw = samples(fmt, n * (width // (32 if fmt == "f32" else 16)), seed)
+        return raw.view({32: np.uint32, 64: np.uint64}[width])
+    return samples(fmt, n, seed)
+
+
+@pytest.mark.parametrize("guarded", [False, True], ids=["all", "guarded"])
+def test_instructions(guarded: bool) -> None:
+    """All forms in one kernel of 128 threads; a guard leaves the destination of half of the threads alone."""
+    n = 128
+    buffers: list[Buffer] = []
+    code: list[str] = []
+    checks = []
+    rng = np.random.default_rng(4)
+    on = rng.integers(0, 2, n).astype(bool) if guarded else np.ones(n, bool)
+    flags = on.astype(np.uint32)
+    buffers.append(Buffer.of(flags, "flags"))
+    code += ["ld.param.b64 %d20, [table];", "ld.global.b64 %d21, [%d20];", "mul.wide.u32 %d22, %r0, 4;"]
+    code += ["add.s64 %d21, %d21, %d22;", "ld.global.b32 %r1, [%d21];", "setp.ne.b32 %p7, %r1, 0;"]
+    for index, (name, operands, result) in enumerate(forms()):
+        given, registers = [], []
+        for k, what in enumerate(operands):
+            if what[0] == "#":
+                registers.append(what[1:])
+                given.append(np.uint32(int(what[1:], 16)))
+                continue
+            width = int(what)
+            values = operand_values(name, width, n, 100 * index + k)
+            given.append(values)
+            stored = values.astype(np.uint16) if width == 1 else values
+            buffers.append(Buffer.of(stored, f"{name} {k}"))
+            size = stored.itemsize
+            slot = len(buffers) - 1
+            code += [f"ld.global.b64 %d21, [%d20+{8 * slot}];", f"mul.wide.u32 %d22, %r0, {size};"]
+            code += ["add.s64 %d21, %d21, %d22;"]
+            kind = {1: "h", 16: "h", 32: "r", 64: "d"}[width]
+            code.append(f"ld.global.b{8 * size} %{kind}{10 + k}, [%d21];")
+            if width == 1:
+                code.append(f"setp.ne.b16 %p{k}, %h{10 + k}, 0;")
+                registers.append(f"%p{k}")
+            else:
+                registers.append(f"%{kind}{10 + k}")
+        with np.errstate(all="ignore"):
+            want = np.broadcast_to(arith.resolve(name)(*given), (n,))
+        kind = {1: "p", 16: "h", 32: "r", 64: "d"}[result]
+        code.append("setp.ne.b32 %p9, 0, 0;" if result == 1 else f"mov.b{result} %{kind}9, 0;")
+        guard = "@%p7 " if guarded else ""
+        code.append(f"{guard}{name} %{kind}9, {', '.join(registers)};")
+        got = np.zeros(n, {1: np.uint32, 16: np.uint16, 32: np.uint32, 64: np.uint64}[result])
+        buffers.append(Buffer.of(got, f"{name} result"))
+        code += [f"ld.global.b64 %d21, [%d20+{8 * (len(buffers) - 1)}];"]
+        code += [f"mul.wide.u32 %d22, %r0, {got.itemsize};", "add.s64 %d21, %d21, %d22;"]
+        if result == 1:
+            code.append("selp.b32 %r9, 1, 0, %p9;")
+            kind = "r"
+        code.append(f"st.global.b{8 * got.itemsize} [%d21], %{kind}9;")
+        checks.append((name, given, np.where(on, want, np.zeros(1, want.dtype)), got))
+    table = np.array([b.address for b in buffers], np.uint64)
+    buffers.append(Buffer.of(table, "table"))
+    source = f"""
+.version 9.0
+.target sm_100a
+.address_size 64
+.visible .entry test(.param .u64 table)
+{{
+.reg .pred %p<16>;
+.reg .b16 %h<32>;
+.reg .b32 %r<32>;
+.reg .b64 %d<32>;
+mov.u32 %r0, %tid.x;
+{chr(10).join(code)}
+ret;
+}}
+"""
+    params = buffers[-1].address.to_bytes(8, "little")
+    launch = Launch(source, "test", (1, 1, 1), (n, 1, 1), params, buffers=buffers)
+    report = Machine(arch="sm_100a").run(launch)
+    assert not report.findings, "\n\n".join(map(str, report.findings))
+    wrong = []
+    for name, given, want, got in checks:
+        bad = np.flatnonzero(got != want)
+        if bad.size:
+            lane = bad[0]
+            operands = [hex(int(np.broadcast_to(g, (n,))[lane])) for g in given]
+            wrong.append(
+                f"{name} {operands}: got {int(got[lane]):#x}, want {int(want[lane]):#x} ({bad.size} lanes)"
+            )
+    assert not wrong, "\n".join(wrong)
