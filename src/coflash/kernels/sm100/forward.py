@@ -137,7 +137,7 @@ class Forward:
             rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
 
         self.start(sh, warp, rank)
-        columns = op.load_shared(sh.tensor_base, 2)[0]
+        columns = op.load_shared(sh.tensor_base, 1)[0]
 
         if warp < EPILOGUE:
             prims.setmaxregister(c.registers[0], "increase")

@@ -106,11 +106,11 @@ def store_shared(address: Int32, words: list[Any], *, loc: Any = None, ip: Any =
 
 
 @dsl_user_op
-def load_shared(
-    address: Int32, count: int, element: Any = Int32, *, loc: Any = None, ip: Any = None
-) -> list[Any]:
-    """2 or 4 aligned words."""
+def load_shared(address: Int32, count: int, element: Any = Int32, *, loc: Any = None, ip: Any = None) -> list[Any]:
+    """1, 2 or 4 aligned words."""
     kind, of = ("f", T.f32()) if element is Float32 else ("r", T.i32())
+    if count == 1:
+        return [element(ptx(of, "ld.shared.b32 $0, [$1];", f"={kind},r", address, loc=loc, ip=ip))]
     results = ", ".join(f"${i}" for i in range(count))
     text = f"ld.shared.v{count}.b32 {{{results}}}, [${count}];"
     constraints = ",".join([f"={kind}"] * count + ["r"])
@@ -156,19 +156,26 @@ def load_tile(
 # ---- tensor memory ----
 
 
-def tmem_load(address: Int32, count: int) -> list[Float32]:
-    """`count` consecutive columns of this thread's lane; usable after `tmem_loaded`."""
-    loaded = prims.tcgen05_ld("32x32b", tensor(address, Float32), num=count)
-    return [loaded[i] for i in range(count)]
+@dsl_user_op
+def tmem_load(address: Int32, count: int, *, loc: Any = None, ip: Any = None) -> list[Float32]:
+    """`count` consecutive columns of this thread's lane; usable after `tmem_loaded`.
+
+    As inline PTX: the DSL's own returns a vector, whose parts the compiler takes out before the wait."""
+    results = ", ".join(f"${i}" for i in range(count))
+    text = f"tcgen05.ld.sync.aligned.32x32b.x{count}.b32 {{{results}}}, [${count}];"
+    return _registers(text, ",".join(["=f"] * count + ["r"]), count, address, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def tmem_loaded(values: list[Float32], *, loc: Any = None, ip: Any = None) -> list[Float32]:
     """Wait for all loads of this warp. The values pass through, so nothing that uses them can move above the wait."""
-    count = len(values)
-    out = llvm.StructType.get_literal([T.f32()] * count)
-    constraints = ",".join(["=f"] * count + [str(i) for i in range(count)])
-    fields = ptx(out, "tcgen05.wait::ld.sync.aligned;", constraints, *values, loc=loc, ip=ip)
+    constraints = ",".join(["=f"] * len(values) + [str(i) for i in range(len(values))])
+    return _registers("tcgen05.wait::ld.sync.aligned;", constraints, len(values), *values, loc=loc, ip=ip)
+
+
+def _registers(text: str, constraints: str, count: int, *operands: Any, loc: Any, ip: Any) -> list[Float32]:
+    """Inline PTX with `count` float32 results."""
+    fields = ptx(llvm.StructType.get_literal([T.f32()] * count), text, constraints, *operands, loc=loc, ip=ip)
     return [Float32(llvm.extractvalue(T.f32(), fields, [i], loc=loc, ip=ip)) for i in range(count)]
 
 
