@@ -271,13 +271,14 @@ def flash_attn_with_kvcache(
     Returns:
         `(batch, seqlen_q, nheads_q, head_dim_v)`; with `return_lse` also lse `(batch, nheads_q, seqlen_q)`.
     """
+    checks.check_tensor("q", q)
     operands = Operands(
         q,
         k_cache,
         v_cache,
         learnable_sink,
         alibi_slopes,
-        softmax_scale=softmax_scale,
+        softmax_scale=_default_scale(q) if softmax_scale is None else softmax_scale,
         seqused_k=cache_seqlens,
         page_table=page_table,
         cache_batch_idx=cache_batch_idx,
@@ -401,7 +402,7 @@ def _attend(operands: Operands, options: Options) -> Tensor | tuple[Tensor, Tens
     q = operands.q
     checks.check_tensor("q", q)
     if operands.softmax_scale is None:
-        operands = operands._replace(softmax_scale=q.shape[-1] ** -0.5)
+        operands = operands._replace(softmax_scale=_default_scale(q))
     if torch.is_autocast_enabled(q.device.type):
         operands = _autocast(operands)
     if options.dropout_p:
@@ -413,6 +414,10 @@ def _attend(operands: Operands, options: Options) -> Tensor | tuple[Tensor, Tens
         operands = operands._replace(captured=functions.captured(options.score_mod, q))
     out, lse = torch_ops.attend(torch_ops.prepare(operands, options), operands)
     return _results(out, lse, options)
+
+
+def _default_scale(q: Tensor) -> float:
+    return q.shape[-1] ** -0.5 if q.dim() and q.shape[-1] else 1.0
 
 
 def _results(out: Tensor, lse: Tensor, options: Options) -> Tensor | tuple[Tensor, Tensor]:

@@ -50,5 +50,6 @@ def row_dtype(q: Tensor) -> torch.dtype:
     weights.  For float32 inputs half a unit in the last place of a float32 lse would be more than the product's
     own error, so it stays in float64; callers see float32.
     """
-    wide = q.dtype in (torch.float32, torch.float64) and q.device.type != "mps"
-    return torch.float64 if wide else torch.float32
+    if q.dtype in (torch.float16, torch.bfloat16) or q.device.type == "mps":
+        return torch.float32
+    return torch.float64

@@ -38,12 +38,23 @@ Gradients = tuple[Tensor | None, ...]
 class Call:
     """One signature, prepared: the problem, and the kernel to launch if a kernel was chosen."""
 
-    __slots__ = ("launch", "options", "problem", "reads_index_tensors", "sizes")
+    __slots__ = (
+        "launch",
+        "lse_dtype",
+        "lse_shape",
+        "options",
+        "out_shape",
+        "problem",
+        "reads_index_tensors",
+        "sizes",
+    )
 
     def __init__(self, operands: Operands, options: Options, needs_grad: bool) -> None:
         self.options = options
         self.sizes = checks.describe(operands, options)
         self.problem = _problem(operands, options, self.sizes, needs_grad)
+        self.out_shape, self.lse_shape = _output_shapes(operands.q, operands.v)
+        self.lse_dtype = row_dtype(operands.q)
         self.launch = _launcher(self.problem, operands, options)
         self.reads_index_tensors = any(
             x is not None
@@ -65,6 +76,12 @@ class Call:
             setattr(other, name, getattr(self, name))
         other.problem = problem
         return other
+
+
+def _output_shapes(q: Tensor, v: Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Of the output, and of the log-sum-exp, which has heads before tokens."""
+    *batch, tokens, heads, _ = q.shape
+    return (*batch, tokens, heads, v.shape[-1]), (*batch, heads, tokens)
 
 
 def _problem(operands: Operands, options: Options, sizes: Sizes, needs_grad: bool) -> Problem:
@@ -145,19 +162,20 @@ _MOST_CALLS = 4096
 
 
 def _signature(x: Any) -> Any:
-    return (x.dtype, x.shape, x.stride(), x.device, x.requires_grad) if isinstance(x, Tensor) else x
+    if isinstance(x, Tensor):
+        return x.dtype, x.shape, x.stride(), x.device, x.requires_grad
+    return x  # None, or something that `checks` will refuse
 
 
 def prepare(operands: Operands, options: Options) -> Call:
     """The checked and planned call of this signature."""
+    q, k, v, *others = operands
     grad = torch.is_grad_enabled()
-    key = (
-        grad,
-        options,
-        *[None if x is None else _signature(x) for x in operands[:5]],
-        *[None if x is None else _signature(x) for x in operands[7:15]],
-        *[t.requires_grad for t in operands.captured],
-    )
+    key: tuple[Any, ...] = (options, grad, _signature(q), _signature(k), _signature(v))
+    for x in others:
+        if x is not None and not isinstance(x, float):
+            key += tuple(map(_signature, x)) if isinstance(x, tuple) else (_signature(x),)
+        key += (None,)
     call = _CALLS.get(key)
     if call is None:
         differentiable = (*operands[:5], *operands.captured)
@@ -186,43 +204,28 @@ def run(call: Call, operands: Operands) -> tuple[Tensor, Tensor]:
     if call.launch is None:
         with torch.no_grad(), _without_autocast(operands.q.device):
             return portable.forward(call.problem, operands, NUMERICS)
-    out, lse = _new_outputs(operands)
+    out = torch.empty(call.out_shape, dtype=operands.q.dtype, device=operands.q.device)
+    lse = torch.empty(call.lse_shape, dtype=call.lse_dtype, device=operands.q.device)
     call.launch(operands, out, lse)
     return out, lse
-
-
-def _new_outputs(operands: Operands) -> tuple[Tensor, Tensor]:
-    q = operands.q
-    out = q.new_empty(*q.shape[:-1], operands.v.shape[-1])
-    rows = q.shape[:-1]
-    return out, q.new_empty(*rows[:-2], rows[-1], rows[-2], dtype=row_dtype(q))
 
 
 def attend(call: Call, operands: Operands) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of plain tensors in eager mode."""
     if not call.problem.needs_grad:
         return run(call, operands)
-    q, k, v, sink, alibi_slopes, captured, *_ = operands
-    return _Attention.apply(call, operands[5:], q, k, v, sink, alibi_slopes, *captured)
+    return _apply_attention(call, operands, *operands[:5], *operands.captured)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        call: Call,
-        rest: tuple[Any, ...],
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sink: Tensor | None,
-        alibi_slopes: Tensor | None,
-        *captured: Tensor,
+        ctx: Any, call: Call, operands: Operands, *differentiable: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        out, lse = run(call, Operands(q, k, v, sink, alibi_slopes, *rest))
-        ctx.save_for_backward(q, k, v, sink, alibi_slopes, out, lse)
+        out, lse = run(call, operands)
+        ctx.save_for_backward(*differentiable[:5], out, lse)
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.rest = call, rest
+        ctx.call, ctx.rest = call, operands[5:]
         return out, lse
 
     @staticmethod
@@ -237,6 +240,10 @@ class _Attention(torch.autograd.Function):
         if alibi_slopes is None:
             dparameters.insert(0, None)
         return None, None, dq, dk, dv, dsink, *dparameters
+
+
+# `Function.apply` asks in Python whether a functorch transform is active; `needs_tracing` has asked before.
+_apply_attention = super(torch.autograd.Function, _Attention).apply
 
 
 class _Backward(torch.autograd.Function):
@@ -472,7 +479,9 @@ def _like(t: Tensor) -> Tensor:
 
 @_attention.register_fake
 def _(*args: Any) -> Any:
-    return _new_outputs(Operands(*args[:3]))
+    q, _, v, *_ = args
+    out_shape, lse_shape = _output_shapes(q, v)
+    return q.new_empty(out_shape), q.new_empty(lse_shape, dtype=row_dtype(q))
 
 
 @_attention_backward.register_fake
