@@ -48,10 +48,10 @@ def _unpack(words: NDArray[np.uint32], bits: int) -> NDArray:
 
 @handles("mma")
 def mma_sync(program: Program, i: Instruction) -> Step:
-    m = re.match(r"mma\.sync\.aligned\.(m16n8k\d+)\.row\.col(?:\.satfinite)?\.(\w+)\.(\w+)\.(\w+)\.(\w+)\Z", i.op)
+    m = re.match(r"mma\.sync\.aligned\.(m16n8k\d+)\.row\.col(\.satfinite)?\.(\w+)\.(\w+)\.(\w+)\.(\w+)\Z", i.op)
     if m is None:
         raise PtxError(f"unknown matrix instruction: {i.text[:160]}", i.line)
-    shape, d_type, a_type, b_type, c_type = m.groups()
+    shape, saturate, d_type, a_type, b_type, c_type = m.groups()
     names = {"s32": 32, "f32": 32, "f16": 16}
     bits = ELEMENT.get(a_type)
     if bits is None or b_type not in ELEMENT or d_type not in names or bits < 8:
@@ -67,6 +67,7 @@ def mma_sync(program: Program, i: Instruction) -> Step:
     c_readers = [program.reader(item, "W", i) for item in c_items]
     k = int(shape.split("k")[1])
     kind = {"f16": "f16", "bf16": "f16", "tf32": "tf32", "s8": "i8", "u8": "i8"}.get(a_type, "f8f6f4")
+    multiply = _multiply(kind, bool(saturate), i)
     guard = program.guard(i)
 
     def step(c: Convoy) -> int | None:
@@ -92,13 +93,22 @@ def mma_sync(program: Program, i: Instruction) -> Step:
                 cf: Any = acc.view(np.int32)
             else:
                 cf = arith.to_float32(acc.astype(np.uint16) if c_type == "f16" else acc, c_type)
-            d = arith.mma(af, np.ascontiguousarray(bf.T), cf, kind, d_type)
+            d = multiply(af, np.ascontiguousarray(bf.T), cf, kind, d_type)
             _write_fragment(file, d_regs, lo, hi, d, d_index, d_type)
             c.machine.counters.add(warp, "tensor_flops", 2 * 16 * 8 * k)
             warp.kinds.add("mma")
         return None
 
     return step
+
+
+def _multiply(kind: str, saturate: bool, i: Instruction) -> Any:
+    """The product of a kind; .satfinite is for integers."""
+    if not saturate:
+        return arith.mma
+    if kind != "i8":
+        raise PtxError(f".satfinite is for integers: {i.text[:160]}", i.line)
+    return lambda a, b, c, kind, d_type: arith.mma_i8_saturating(a, b, c)
 
 
 def _write_fragment(file: NDArray, regs: NDArray, lo: int, hi: int, d: NDArray, index: tuple, d_type: str) -> None:
@@ -266,6 +276,7 @@ def wgmma_mma(program: Program, i: Instruction) -> Step:
     if (not a_k_major or not b_k_major) and bits != 16:
         raise PtxError(f"only 16-bit operands can be transposed: {i.text[:160]}", i.line)
     kind = {"f16": "f16", "bf16": "f16", "tf32": "tf32", "s8": "i8", "u8": "i8"}.get(a_type, "f8f6f4")
+    multiply = _multiply(kind, m.group(3) is not None, i)
     writers: list[NDArray] = []
     guard = program.guard(i)
 
@@ -341,7 +352,7 @@ def wgmma_mma(program: Program, i: Instruction) -> Step:
                     acc = np.empty((64, n), words.dtype)
                     acc[d_index] = words
                     acc = acc.view(np.int32) if integer else arith.to_float32(acc, d_type)
-                d = arith.mma(a, b, acc, kind, d_type)
+                d = multiply(a, b, acc, kind, d_type)
                 _write_fragment(file, d_regs, lo, lo + 128, d, d_index, d_type)
                 state.done = number
 
