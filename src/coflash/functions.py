@@ -150,8 +150,8 @@ def register_constant(score_mod: Any, mask_mod: Any) -> int:
         known = {id(t) for t in closure_tensors(score_mod)}
         if any(id(t) not in known for t in captured(score_mod, torch.empty(1))):
             raise NotImplementedError(
-                "score_mod under torch.compile captures a tensor that requires grad in a way that the compiler "
-                "cannot see; accepted: tensors and modules in the function's closure or among its globals"
+                "score_mod under torch.compile captures a tensor that requires grad where the compiler cannot "
+                "see it; accepted: tensors and modules in the function's closure or among its globals"
             )
     return register(score_mod, mask_mod)
 

@@ -46,9 +46,9 @@ class Operands(NamedTuple):
 def row_dtype(q: Tensor) -> torch.dtype:
     """Dtype of what is kept for each row between forward and backward: its log-sum-exp, and D.
 
-    The backward recomputes weights as exp(s - lse), so that the rounding of lse is an error of a whole row of
-    weights.  For float32 inputs half a unit in the last place of a float32 lse would be more than the product's
-    own error, so it stays in float64; callers see float32.
+    The backward recomputes weights as exp(s - lse), so that the rounding of lse is an error of a whole row
+    of weights.  For float32 inputs that of a float32 lse would be larger than the product's own error, so it
+    stays in float64; callers see float32.
     """
     if q.dtype in (torch.float16, torch.bfloat16) or q.device.type == "mps":
         return torch.float32

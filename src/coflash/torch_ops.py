@@ -307,8 +307,9 @@ def _sink_gradient(sink: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor | 
 
 _OPERANDS = (
     "Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor? alibi_slopes, Tensor[] captured, "
-    "float softmax_scale, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, Tensor? page_table, "
-    "Tensor? cache_batch_idx, Tensor? cache_leftpad, Tensor? dropout_seed, Tensor[] block_tables"
+    "float softmax_scale, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, "
+    "Tensor? seqused_k, Tensor? page_table, Tensor? cache_batch_idx, Tensor? cache_leftpad, "
+    "Tensor? dropout_seed, Tensor[] block_tables"
 )
 _OPTIONS = (
     "str entry, bool causal, SymInt? window_left, SymInt? window_right, float softcap, int functions, "

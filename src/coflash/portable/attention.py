@@ -321,8 +321,8 @@ class _Call:
 class _Rows:
     """The query side of a block in the backward.
 
-    `lse` is in the scores' own units and precision.  What rounding it leaves out, a factor close to 1 on a row's
-    weights, multiplies `dout` and `delta` instead: every gradient is linear in the two together.
+    `lse` is in the scores' own units and precision.  What rounding it leaves out is a factor close to 1 on a
+    row's weights; it multiplies `dout` and `delta` instead, in which all gradients are linear together.
     """
 
     def __init__(
