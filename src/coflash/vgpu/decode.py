@@ -192,8 +192,9 @@ class Program:
             return lambda c: c.rows.W[index].astype(np.uint64) + add
         raise PtxError(f"cannot use {memory!r} as an address: {i.text}", i.line)
 
-    @staticmethod
-    def guard(i: Instruction) -> tuple[int, bool] | None:
+    def guard(self, i: Instruction) -> tuple[int, bool] | None:
+        """The guard, for handlers that look at it themselves."""
+        self._guard_taken = True
         return None if i.guard is None else (i.guard.index, i.guard.negated)
 
     @staticmethod
@@ -256,7 +257,29 @@ class Program:
         if handler is None:
             raise UnknownInstruction(f"unknown instruction {i.text!r}", i.line)
         self.visible[s] = i.op.split(".", 1)[0] not in INVISIBLE
-        return handler(self, i)
+        self._guard_taken = False
+        step = handler(self, i)
+        if i.guard is None or self._guard_taken or i.op.startswith("bra"):
+            return step
+        return self._branch_around(s, i.guard, step)
+
+    @staticmethod
+    def _branch_around(s: int, guard: Reg, step: Step) -> Step:
+        """`@p op` as a branch over the instruction, for what whole warps do."""
+        index, negated = guard.index, guard.negated
+
+        def guarded(c: Any) -> int | None:
+            row = c.rows.P[index]
+            on = ~row if negated else row
+            live = on if c.mask is None else on[c.mask]
+            count = np.count_nonzero(live)
+            if count == live.size:
+                return step(c)
+            if count == 0:
+                return None
+            return c.machine.split(c, ~on, s + 1, s, s + 1)
+
+        return guarded
 
     def _run_step(self, s: int, run: list[Instruction]) -> Step:
         """One step for a run of computing instructions; compiled at first use."""

@@ -27,10 +27,8 @@ def prologue(columns: int, ctas: int = 1) -> str:
     return f"""
 setp.lt.u32 %p10, %r0, 32;
 setp.eq.u32 %p11, %r0, 0;
-@!%p10 bra allocated;
-tcgen05.alloc.cta_group::{ctas}.sync.aligned.shared::cta.b32 [%r2+{SLOT}], {columns};
-tcgen05.relinquish_alloc_permit.cta_group::{ctas}.sync.aligned;
-allocated:
+@%p10 tcgen05.alloc.cta_group::{ctas}.sync.aligned.shared::cta.b32 [%r2+{SLOT}], {columns};
+@%p10 tcgen05.relinquish_alloc_permit.cta_group::{ctas}.sync.aligned;
 @%p11 mbarrier.init.shared.b64 [%r2+{BARRIER}], 1;
 fence.mbarrier_init.release.cluster;
 bar.sync 0;
@@ -50,9 +48,7 @@ def epilogue(columns: int, ctas: int = 1) -> str:
 tcgen05.fence::before_thread_sync;
 bar.sync 0;
 {cluster}
-@!%p10 bra freed;
-tcgen05.dealloc.cta_group::{ctas}.sync.aligned.b32 %r20, {columns};
-freed:
+@%p10 tcgen05.dealloc.cta_group::{ctas}.sync.aligned.b32 %r20, {columns};
 """
 
 
