@@ -101,7 +101,8 @@ class ForwardConfig:
 
     @property
     def tile_d_v(self) -> int:
-        return _round_up(self.head_dim_v, 16 * self.ctas)
+        step = 16 * self.ctas
+        return _round_up(self.head_dim_v, step if self.head_dim_v <= 128 else 2 * step)
 
     @property
     def rows(self) -> int:
@@ -165,6 +166,7 @@ class ForwardConfig:
             "p_early": 2,
             "p_late": 2,
             "o_full": 2,
+            "o_done": 1,
             "o_free": 2,
             "stats_full": 2,
             "stats_free": 2,
@@ -178,7 +180,8 @@ class ForwardConfig:
         return {
             "q": self.q_bytes * self.q_tiles * self.q_stages,
             "kv": self.kv_bytes * self.kv_stages,
-            "stats": 2 * 2 * 4 * ROWS,  # two tiles, row sum and reference
+            "stats": 2 * 2 * 4 * ROWS,  # two warpgroups, row sum and reference
+            "tops": 2 * 2 * 4 * ROWS if self.q_tiles == 1 else 0,  # maxima of half rows, two turns
             "work": 4 * WORK_WORDS * WORK_SLOTS,
             "launch": 16,
             "barriers": 8 * sum(self.barriers.values()),

@@ -29,7 +29,7 @@ from coflash.kernels.sm100.config import BLOCK, ROWS, WORK_SLOTS, WORK_WORDS, Fo
 from coflash.kernels.sm100.output import Target, store_bytes
 from coflash.kernels.sm100.products import Products
 from coflash.kernels.sm100.shared import Barrier, Ring, Shared
-from coflash.kernels.sm100.softmax import Rows
+from coflash.kernels.sm100.softmax import HalfRows, Rows
 from coflash.kernels.sm100.work import END, SKIP, Call, TileOrder, Work
 
 ELEMENTS = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
@@ -150,7 +150,10 @@ class Forward:
             if warp == MMA:
                 if rank == 0:
                     if prims.elect_sync():
-                        self.mma(call, sh, columns)
+                        if cutlass.const_expr(c.q_tiles == 2):
+                            self.mma(call, sh, columns)
+                        else:
+                            self.mma_single(call, sh, columns)
             elif warp == LOAD:
                 if prims.elect_sync():
                     self.load(call, sh, rank, q_map.get_ptr(), k_map.get_ptr(), v_map.get_ptr())
@@ -210,10 +213,11 @@ class Forward:
             "kv_empty": 1,
             "s_full": 1,  # a commit
             "p_early": warps,  # softmax warps
-            "p_late": warps,
+            "p_late": warps if self.config.q_tiles == 2 else 2 * warps,
             "o_full": 1,  # a commit
+            "o_done": 1,  # a commit
             "o_free": warps,  # epilogue warps
-            "stats_full": 4,  # softmax warps of this CTA
+            "stats_full": 4 if self.config.q_tiles == 2 else 8,  # softmax warps of this CTA
             "stats_free": 4,  # epilogue warps of this CTA
             "work_full": 1,  # the scheduler
             "work_free": 8 + 4 + 2,  # softmax and epilogue warps, load thread, MMA thread
@@ -273,9 +277,12 @@ class Forward:
                         self.load_q(call, sh, rank, work, q_rings[t], q_map, t)
                 j = hi - 1
                 while j >= lo:
-                    self.load_v(call, sh, rank, work, kv, v_map, j)
+                    if cutlass.const_expr(c.q_tiles == 2):
+                        self.load_v(call, sh, rank, work, kv, v_map, j)
                     if j > lo:
                         self.load_k(call, sh, rank, work, kv, k_map, j - 1)
+                    if cutlass.const_expr(c.q_tiles == 1):
+                        self.load_v(call, sh, rank, work, kv, v_map, j)
                     j = j - 1
             work.take_alone()
 
@@ -370,7 +377,7 @@ class Forward:
                 more = (j > lo) | work.exists
                 for t in cutlass.range_constexpr(c.q_tiles):
                     if (ranges[t][0] <= j) & (j < ranges[t][1]):
-                        products.values(t, v_stage, j == ranges[t][1] - 1, j == ranges[t][0])
+                        products.values(t, t, v_stage, j == ranges[t][1] - 1, j == ranges[t][0])
                     if cutlass.const_expr(t == c.q_tiles - 1):
                         products.commit(kv.empty_at(v_stage))
                     if more:
@@ -381,6 +388,37 @@ class Forward:
                     products.commit(kv.empty_at(kv.stage))
                     kv.advance()
                 j = j - 1
+
+    @cute.jit
+    def mma_single(self, call, sh, columns):
+        """The same with one Q tile and two buffers of S:
+
+            Q K(n), then for every block j: Q K(j-1), P V(j)
+        """
+        c = self.config
+        work = Work(call, sh, Int32(0))
+        kv = Ring(sh.kv_full, sh.kv_empty, c.kv_stages, producer=False)
+        products = Products(self, sh, columns)
+        buffer = Int32(0)
+        work.take_alone()
+        while work.exists:
+            lo, hi = work.blocks()
+            j = hi
+            while j >= lo:
+                if (j > lo) & (lo < hi):
+                    kv.wait_full()
+                    products.scores(0, buffer, kv.stage, j == hi, j - 1 == lo)
+                    products.commit(kv.empty_at(kv.stage))
+                    kv.advance()
+                buffer = buffer ^ 1
+                if j < hi:
+                    kv.wait_full()
+                    products.values(0, buffer, kv.stage, j == hi - 1, j == lo)
+                    products.commit(kv.empty_at(kv.stage))
+                    kv.advance()
+                j = j - 1
+            buffer = buffer ^ 1
+            work.take_alone()
 
     @cute.jit
     def skip_empty(self, work):
@@ -394,18 +432,23 @@ class Forward:
     def scores(self, work, products, t, j, k_stage):
         lo, hi = work.blocks_of(t)
         if (lo <= j) & (j < hi):
-            products.scores(t, k_stage, j == hi - 1, j == lo)
+            products.scores(t, t, k_stage, j == hi - 1, j == lo)
 
     # ---- softmax ----
 
     @cute.jit
-    def softmax(self, call, sh, t, rank, columns):
-        """Turn S of one tile into P, block by block, and keep each row's reference and sum."""
+    def softmax(self, call, sh, group, rank, columns):
+        """Turn S into P, block by block, and keep each row's reference and sum.
+
+        Warpgroup `group` has its own Q tile, or with one Q tile its half of every block's columns."""
         c = self.config
         thread = cute.arch.thread_idx()[0] % ROWS
         work = Work(call, sh, rank)
         lanes = columns + ((thread // 32) << 21)  # this warp's 32 lanes of tensor memory
-        rows = Rows(self, call, sh, t, lanes)
+        t, shift = group, Int32(0)
+        if cutlass.const_expr(c.q_tiles == 1):
+            t, shift = Int32(0), group * HalfRows.width
+        rows = (Rows if c.q_tiles == 2 else HalfRows)(self, call, sh, group, lanes)
         stats_free = Barrier(sh.stats_free + 8 * t, first=1)
         work.take()
         while work.exists:
@@ -414,26 +457,25 @@ class Forward:
                 first = work.row + t * (ROWS * c.ctas) + rank * ROWS
                 low, high = work.keys(first + thread)
                 # Blocks that every row of the warpgroup sees whole lie between the masked ones.
-                whole_hi = hi
-                whole_lo = lo
                 whole_hi = most(least(work.keys(first)[1] // BLOCK, hi), lo)
+                whole_lo = lo
                 if cutlass.const_expr(c.bounded_left):
                     whole_lo = (work.keys(first + ROWS - 1)[0] + BLOCK - 1) // BLOCK
                     whole_lo = least(most(whole_lo, lo), whole_hi)
                 rows.start()
                 j = hi - 1
                 while j >= whole_hi:
-                    rows.block(low - j * BLOCK, high - j * BLOCK, masked=True)
+                    rows.block(low - j * BLOCK - shift, high - j * BLOCK - shift, masked=True)
                     j = j - 1
                 while j >= whole_lo:
                     rows.block(low, high, masked=False)
                     j = j - 1
                 if cutlass.const_expr(c.bounded_left):
                     while j >= lo:
-                        rows.block(low - j * BLOCK, high - j * BLOCK, masked=True)
+                        rows.block(low - j * BLOCK - shift, high - j * BLOCK - shift, masked=True)
                         j = j - 1
                 stats_free.wait()
-                op.store_shared(sh.stats + (t * ROWS + thread) * 8, [rows.total(), rows.reference()])
+                op.store_shared(sh.stats + (group * ROWS + thread) * 8, [rows.total(), rows.reference()])
                 self.arrive_from_warp(sh.stats_full + 8 * t)
             work.take()
 
@@ -472,6 +514,8 @@ class Forward:
                 if lo < hi:
                     stats_full[t].wait()
                     total, reference = op.load_shared(sh.stats + (t * ROWS + thread) * 8, 2, Float32)
+                    if cutlass.const_expr(c.q_tiles == 1):
+                        total = total + op.load_shared(sh.stats + (ROWS + thread) * 8, 1, Float32)[0]
                     self.arrive_from_warp(sh.stats_free + 8 * t)
                     target = Target(call, work, row, total, reference)
                     o_full[t].wait()

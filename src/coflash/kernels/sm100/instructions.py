@@ -98,8 +98,11 @@ def arrive_at(barrier: Int32, rank: int, *, loc: Any = None, ip: Any = None) -> 
 
 @dsl_user_op
 def store_shared(address: Int32, words: list[Any], *, loc: Any = None, ip: Any = None) -> None:
-    """2 or 4 registers to as many aligned words."""
+    """1, 2 or 4 registers to as many aligned words."""
     kind = "f" if isinstance(words[0], Float32) else "r"
+    if len(words) == 1:
+        ptx(None, "st.shared.b32 [$0], $1;", f"r,{kind}", address, *words, loc=loc, ip=ip)
+        return
     operands = ", ".join(f"${i + 1}" for i in range(len(words)))
     text = f"st.shared.v{len(words)}.b32 [$0], {{{operands}}};"
     ptx(None, text, ",".join(["r"] + [kind] * len(words)), address, *words, loc=loc, ip=ip)

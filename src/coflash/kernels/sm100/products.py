@@ -64,6 +64,8 @@ class Products(Fixture):
             Ring(sh.q_full + 8 * t * c.q_stages, sh.q_empty + 8 * t * c.q_stages, c.q_stages, producer=False)
             for t in range(c.q_tiles)
         ]
+        if c.q_tiles == 1:
+            self.p_ring = Ring(sh.p_late, sh.p_late, 2, producer=False)
         self.p_early = [Barrier(sh.p_early + 8 * t) for t in range(c.q_tiles)]
         self.p_late = [Barrier(sh.p_late + 8 * t) for t in range(c.q_tiles)]
         self.o_free = [Barrier(sh.o_free + 8 * t, first=1) for t in range(c.q_tiles)]
@@ -77,8 +79,8 @@ class Products(Fixture):
         prims.tcgen05_mma(kind, group, op.tensor(d), a, b, form, accumulate)
 
     @cute.jit
-    def scores(self, t: cutlass.Constexpr[int], k_stage, first, last):
-        """S of tile t = Q K^T; `first` and `last` say which block of the item this is."""
+    def scores(self, t: cutlass.Constexpr[int], buffer, k_stage, first, last):
+        """S = Q K^T of tile t, into a buffer of S; `first` and `last` say which block of the item this is."""
         c, sh = self.config, self.sh
         ring = self.q_rings[t]
         if first:
@@ -87,39 +89,46 @@ class Products(Fixture):
         k = self.k.at(sh.kv + k_stage * c.kv_bytes)
         for step in cutlass.range_constexpr(c.tile_d // STEP):
             self.issue(
-                self.columns + c.s_columns + t * BLOCK,
+                self.columns + c.s_columns + buffer * BLOCK,
                 self.q.descriptor(q, self.q.along_rows(step)),
                 self.k.descriptor(k, self.k.along_rows(step)),
                 self.scores_form,
                 step > 0,
             )
-        self.commit(sh.s_full + 8 * t)
+        self.commit(sh.s_full + 8 * buffer)
         if last:
             self.commit(ring.empty_at(ring.stage))
             ring.advance()
 
     @cute.jit
-    def values(self, t: cutlass.Constexpr[int], v_stage, first, last):
+    def values(self, t: cutlass.Constexpr[int], buffer, v_stage, first, last):
         """O of tile t (+)= P V, as far as P is there."""
         c, sh = self.config, self.sh
+        pair = c.ctas == 2
         if first:
-            self.o_free[t].wait(cluster=c.ctas == 2)
-        self.p_early[t].wait(cluster=c.ctas == 2)
+            self.o_free[t].wait(cluster=pair)
+        if cutlass.const_expr(c.q_tiles == 1):
+            self.p_ring.wait_full(cluster=pair)
+            self.p_ring.advance()
+        else:
+            self.p_early[t].wait(cluster=pair)
         prims.tcgen05_fence("after_thread_sync")
         v = self.v.at(sh.kv + v_stage * c.kv_bytes)
         for step in cutlass.range_constexpr(BLOCK // STEP):
-            if cutlass.const_expr(step * STEP == c.early_keys):
-                self.p_late[t].wait(cluster=c.ctas == 2)
+            if cutlass.const_expr(c.q_tiles == 2 and step * STEP == c.early_keys):
+                self.p_late[t].wait(cluster=pair)
                 prims.tcgen05_fence("after_thread_sync")
             accumulate = Boolean(True)
             if cutlass.const_expr(step == 0):
                 accumulate = first == Boolean(False)
             self.issue(
                 self.columns + c.o_columns + t * c.tile_d_v,
-                op.tensor(self.columns + c.s_columns + t * BLOCK + step * (STEP // 2)),
+                op.tensor(self.columns + c.s_columns + buffer * BLOCK + step * (STEP // 2)),
                 self.v.descriptor(v, self.v.across_rows(step)),
                 self.values_form,
                 accumulate,
             )
+        if cutlass.const_expr(c.q_tiles == 1):
+            self.commit(sh.o_done)
         if last:
             self.commit(sh.o_full + 8 * t)

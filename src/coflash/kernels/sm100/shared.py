@@ -48,8 +48,8 @@ class Ring(Fixture):
     def empty_at(self, stage: Int32) -> Int32:
         return self.empty + 8 * stage
 
-    def wait_full(self) -> None:
-        op.wait(self.full_at(self.stage), self.place[1])
+    def wait_full(self, cluster: bool = False) -> None:
+        op.wait(self.full_at(self.stage), self.place[1], cluster=cluster)
 
     def wait_empty(self) -> None:
         op.wait(self.empty_at(self.stage), self.place[1])

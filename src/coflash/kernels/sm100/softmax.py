@@ -11,8 +11,8 @@ from coflash.kernels.parts.ptx import LOG2_E
 from coflash.kernels.parts.ptx import choose as select
 from coflash.kernels.parts.fixture import Fixture
 from coflash.kernels.sm100 import instructions as op
-from coflash.kernels.sm100.config import BLOCK
-from coflash.kernels.sm100.shared import Barrier
+from coflash.kernels.sm100.config import BLOCK, ROWS
+from coflash.kernels.sm100.shared import Barrier, Ring
 
 INFINITY = Float32.inf
 EVERY_LANE = 0xFFFFFFFF
@@ -29,11 +29,13 @@ class Rows(Fixture):
     the final division by the sum makes the result the same for any reference.
     """
 
+    width = BLOCK  # columns of a block that a thread computes
+
     def __init__(self, forward, call, sh, tile: Int32, lanes: Int32) -> None:
-        self.forward, self.config = forward, forward.config
+        self.forward, self.config, self.lanes = forward, forward.config, lanes
         c = self.config
         self.s = lanes + c.s_columns + tile * BLOCK
-        self.o = lanes + c.o_columns + tile * c.tile_d_v
+        self.o, self.o_width = lanes + c.o_columns + tile * c.tile_d_v, c.tile_d_v
         self.s_full = Barrier(sh.s_full + 8 * tile)
         self.p_early, self.p_late = sh.p_early + 8 * tile, sh.p_late + 8 * tile
         self.scale = call.softmax_scale * LOG2_E
@@ -60,10 +62,10 @@ class Rows(Fixture):
     @cute.jit
     def block(self, low, high, masked: cutlass.Constexpr[bool]):
         """S of a block to P. Masked: columns outside [low, high) are invisible to this row."""
-        self.s_full.wait()
+        self.wait_for_scores()
         prims.tcgen05_fence("after_thread_sync")
         scores, top = self.read(low, high, masked)
-        top = top * self.scale
+        top = self.agree(top * self.scale)
         if prims.vote_sync(EVERY_LANE, top - self.state[0] > TOLERANCE, "any"):
             self.raise_reference(top)
         self.fresh[0] = Int32(0)
@@ -72,13 +74,31 @@ class Rows(Fixture):
             minus = select(self.state[0] == -INFINITY, Float32(0.0), minus)
         self.write(scores, minus, masked)
 
+    def wait_for_scores(self) -> None:
+        self.s_full.wait()
+
+    def agree(self, top: Float32) -> Float32:
+        """The row's maximum, from this thread's."""
+        return top
+
+    def wait_for_o(self) -> None:
+        """Until the product of the last block is in O: it came before this block's scores."""
+
+    def announce(self, done: int) -> None:
+        """Tell the MMA thread that P of the first `done` keys is there."""
+        early = self.config.early_keys
+        if done in (early, BLOCK):
+            op.tmem_stored()
+            prims.tcgen05_fence("before_thread_sync")
+            self.forward.arrive_at_leader(self.p_early if done == early else self.p_late)
+
     def read(self, low: Int32, high: Int32, masked: bool) -> tuple[list[Float32], Float32]:
         """The row's scores, and the largest. The maximum of a chunk is taken while the next one is on its way."""
         scores: list[Float32] = []
         tops = [Float32(-INFINITY), Float32(-INFINITY)]
         chunk = op.tmem_loaded(op.tmem_load(self.s, CHUNK))
-        for first in range(0, BLOCK, CHUNK):
-            following = op.tmem_load(self.s + first + CHUNK, CHUNK) if first + CHUNK < BLOCK else []
+        for first in range(0, self.width, CHUNK):
+            following = op.tmem_load(self.s + first + CHUNK, CHUNK) if first + CHUNK < self.width else []
             if self.config.softcap:
                 chunk = [self.cap(score) for score in chunk]
             if masked:
@@ -116,7 +136,8 @@ class Rows(Fixture):
         for i in cutlass.range_constexpr(1, 5):
             self.state[i] = self.state[i] * factor
         if self.fresh[0] == 0:
-            for first in cutlass.range_constexpr(0, self.config.tile_d_v, 16):
+            self.wait_for_o()
+            for first in cutlass.range_constexpr(0, self.o_width, 16):
                 chunk = op.tmem_loaded(op.tmem_load(self.o + first, 16))
                 scaled = []
                 for i in cutlass.range_constexpr(0, 16, 2):
@@ -129,7 +150,7 @@ class Rows(Fixture):
         c = self.config
         sums = [(self.state[1], self.state[2]), (self.state[3], self.state[4])]
         polynomial = 0 if masked else c.polynomial
-        for first in range(0, BLOCK, CHUNK):
+        for first in range(0, self.width, CHUNK):
             words = []
             pairs = [
                 prims.fma_packed_f32x2(
@@ -140,10 +161,72 @@ class Rows(Fixture):
             for i, pair in enumerate(exponentials.exp2_pairs(pairs, polynomial, c.degree)):
                 sums[i % 2] = prims.add_packed_f32x2(sums[i % 2], pair, rnd="rn")
                 words.append(op.pack16(*pair, c.dtype))
-            op.tmem_store(self.s + first // 2, words)
-            if first + CHUNK in (c.early_keys, BLOCK):
-                op.tmem_stored()
-                prims.tcgen05_fence("before_thread_sync")
-                self.forward.arrive_at_leader(self.p_early if first + CHUNK < BLOCK else self.p_late)
+            op.tmem_store(self.p + first // 2, words)
+            self.announce(first + CHUNK)
         for i in range(2):
             self.state[1 + 2 * i], self.state[2 + 2 * i] = sums[i]
+
+    @property
+    def p(self) -> Int32:
+        """First column of this thread's part of P, which overlays S."""
+        return self.s
+
+
+class HalfRows(Rows):
+    """Half a row a thread, where one Q tile is all a CTA has room for: both warpgroups work on every block.
+
+    S has two buffers, so the scores of the next block are computed before the product with V of this one."""
+
+    width = BLOCK // 2
+
+    def __init__(self, forward, call, sh, half: Int32, lanes: Int32) -> None:
+        super().__init__(forward, call, sh, Int32(0), lanes)
+        c = self.config
+        self.half = half
+        self.o, self.o_width = self.o + half * (c.tile_d_v // 2), c.tile_d_v // 2
+        self.ring = Ring(sh.s_full, sh.s_full, 2, producer=False)
+        self.p_ready = sh.p_late
+        self.o_done = sh.o_done
+        self.blocks = cute.make_rmem_tensor((1,), Int32)  # so far, of all items
+        self.blocks[0] = Int32(0)
+        self.place = cute.make_rmem_tensor((2,), Int32)  # columns of this thread's part of S and P
+        thread = cute.arch.thread_idx()[0] % ROWS
+        self.mine = sh.tops + 4 * (half * ROWS + thread)
+        self.other = sh.tops + 4 * ((1 - half) * ROWS + thread)
+
+    @property
+    def s(self) -> Int32:
+        return self.place[0]
+
+    @s.setter
+    def s(self, value: Int32) -> None:
+        """Chosen block by block."""
+
+    @property
+    def p(self) -> Int32:
+        return self.place[1]
+
+    def wait_for_scores(self) -> None:
+        self.ring.wait_full()
+        buffer = self.lanes + self.config.s_columns + self.ring.stage * BLOCK
+        self.place[0] = buffer + self.half * self.width
+        self.place[1] = buffer + self.half * (self.width // 2)
+
+    def agree(self, top: Float32) -> Float32:
+        """Largest of both halves. Two slots take turns, so that one barrier a block is enough."""
+        slot = self.ring.stage * (8 * ROWS)
+        op.store_shared(self.mine + slot, [top])
+        prims.barrier_cta_sync(1, thread_count=2 * ROWS)
+        return cute.arch.fmax(top, op.load_shared(self.other + slot, 1, Float32)[0])
+
+    def wait_for_o(self) -> None:
+        op.wait(self.o_done, (self.blocks[0] - 1) & 1)
+        prims.tcgen05_fence("after_thread_sync")
+
+    def announce(self, done: int) -> None:
+        if done == self.width:
+            op.tmem_stored()
+            prims.tcgen05_fence("before_thread_sync")
+            self.forward.arrive_at_leader(self.p_ready + 8 * self.ring.stage)
+            self.ring.advance()
+            self.blocks[0] = self.blocks[0] + 1
