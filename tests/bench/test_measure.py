@@ -133,6 +133,13 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     assert "without cudnn: needs a cuda device" in capsys.readouterr().out
 
 
+def test_results_can_be_reported_again(result, tmp_path, capsys):
+    (tmp_path / "x.json").write_text(json.dumps(result))
+    assert cli.main(["bench", "--load", str(tmp_path / "x.json"), "--table", str(tmp_path / "x.md")]) == 0
+    assert "geometric mean" in capsys.readouterr().out
+    assert "| small, backward, TFLOP/s |" in (tmp_path / "x.md").read_text()
+
+
 def test_the_command_fails_where_coflash_is_wrong(monkeypatch):
     monkeypatch.setitem(shapes.SUITES, "small", lambda: iter([SHAPE]))
     monkeypatch.setitem(providers.PROVIDERS, "coflash", provider("coflash", wrong))

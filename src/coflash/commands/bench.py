@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from coflash.bench.shapes import SUITES
+from coflash.bench.shapes import SUITES, Shape
+
+if TYPE_CHECKING:
+    import torch
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -31,13 +34,33 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--record", action="store_true", help="keep the forward's figures for `coflash explain`"
     )
+    parser.add_argument("--load", type=Path, metavar="JSON", help="measure nothing: report these results")
     parser.add_argument("--list", action="store_true", help="list shapes and providers, and stop")
 
 
 def run(args: argparse.Namespace) -> int:
+    from coflash.bench import plots, report
+
+    result = json.loads(args.load.read_text()) if args.load else _measure(args)
+    if not isinstance(result, dict):
+        return int(result)
+    print(report.summary(result))
+    if args.table:
+        args.table.parent.mkdir(parents=True, exist_ok=True)
+        args.table.write_text(report.table(result) + "\n")
+    if args.plots:
+        for path in plots.draw(result, args.plots):
+            print(path)
+    if args.record:
+        _record(result, report.measurements(result))
+    return 1 if any(p["notes"].get("coflash", "").startswith("wrong") for p in result["points"]) else 0
+
+
+def _measure(args: argparse.Namespace) -> dict[str, Any] | int:
+    """The results, or an exit code where there is nothing to measure."""
     import torch
 
-    from coflash.bench import host, measure, plots, providers, report, shapes
+    from coflash.bench import host, measure, providers, shapes
 
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if str(device) == "cuda":
@@ -65,6 +88,8 @@ def run(args: argparse.Namespace) -> int:
             args.json.write_text(json.dumps(result, indent=1) + "\n")
 
     directions = ["forward", "backward"] if args.direction == "both" else [args.direction]
+    if device.type == "cuda" and any(provider.name == "coflash" for provider in here):
+        _compile(chosen, directions, device)
     result = measure.run(
         chosen,
         directions,
@@ -83,19 +108,26 @@ def run(args: argparse.Namespace) -> int:
             result["first_call"] = host.first_calls(here)
             print(host.say(result["first_call"], "first call after import torch", "s", 1.0))
         keep(result)
-    print(report.summary(result))
-    if args.table:
-        args.table.parent.mkdir(parents=True, exist_ok=True)
-        args.table.write_text(report.table(result) + "\n")
-    if args.plots:
-        for path in plots.draw(result, args.plots):
-            print(path)
-    if args.record:
-        _record(result, report.measurements(result))
-    wrong = any(
-        note.startswith("wrong") for p in result["points"] for n, note in p["notes"].items() if n == "coflash"
-    )
-    return 1 if wrong else 0
+    return result
+
+
+def _compile(chosen: list[Shape], directions: list[str], device: torch.device) -> None:
+    """Have all kernels of the run ready, compiled side by side: no shape then waits for a compiler."""
+    from coflash import compiler, planning
+    from coflash.compiler.progress import Progress
+
+    jobs = {}
+    for shape in chosen:
+        for direction in directions:
+            try:
+                problem = shape.problem("cuda", grad=direction == "backward")
+                plan = planning.plan(problem, planning.device_info(device))
+            except NotImplementedError:
+                continue  # said where the shape is measured
+            if plan.path == "kernel":
+                jobs[compiler.Job(plan.kernel, plan.config, plan.arch)] = None
+    with Progress(len(jobs)) as progress:
+        compiler.build_many(jobs, progress=progress)
 
 
 def _record(result: dict[str, Any], found: dict[str, float]) -> None:
