@@ -116,7 +116,7 @@ def _compile(chosen: list[Shape], directions: list[str], device: torch.device) -
     from coflash import compiler, planning
     from coflash.compiler.progress import Progress
 
-    jobs = {}
+    jobs: dict[compiler.Job, None] = {}  # in order, each once
     for shape in chosen:
         for direction in directions:
             try:
