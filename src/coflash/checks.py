@@ -137,14 +137,6 @@ def _check_options(o: Options, operands: Operands) -> None:
         refuse(_name(o.entry, "softmax_scale"), repr(scale), "a number, or None", TypeError)
     if not (-math.inf < scale < math.inf):
         refuse(_name(o.entry, "softmax_scale"), scale, "a finite number, or None")
-    kernel_options = o.kernel_options
-    if kernel_options is not None and not isinstance(kernel_options, tuple):
-        refuse(
-            "kernel_options",
-            type(kernel_options).__name__,
-            "a mapping of names to values, or None",
-            TypeError,
-        )
     for name in ("score_mod", "mask_mod"):
         function = getattr(o, name)
         if function is not None and not callable(function):

@@ -410,7 +410,7 @@ def _attend(operands: Operands, options: Options) -> Tensor | tuple[Tensor, Tens
     if torch_ops.needs_tracing(operands):
         out, lse = torch_ops.attend_traced(operands, options)
         return _results(out, lse, options)
-    if options.score_mod is not None and torch.is_grad_enabled():
+    if callable(options.score_mod) and torch.is_grad_enabled():
         operands = operands._replace(captured=functions.captured(options.score_mod, q))
     out, lse = torch_ops.attend(torch_ops.prepare(operands, options), operands)
     return _results(out, lse, options)
@@ -426,9 +426,14 @@ def _results(out: Tensor, lse: Tensor, options: Options) -> Tensor | tuple[Tenso
     return out, lse if out.dtype == torch.float64 else lse.float()
 
 
-def _pairs(kernel_options: Mapping[str, Any] | None) -> Any:
-    """kernel_options as something that can be part of a key; left alone if it is no mapping at all."""
-    return tuple(sorted(kernel_options.items())) if isinstance(kernel_options, Mapping) else kernel_options
+def _pairs(kernel_options: Mapping[str, Any] | None) -> tuple[tuple[str, Any], ...] | None:
+    """kernel_options as something that can be part of a key."""
+    if kernel_options is None:
+        return None
+    if not isinstance(kernel_options, Mapping):
+        accepted = "a mapping of names to values, or None"
+        checks.refuse("kernel_options", type(kernel_options).__name__, accepted, TypeError)
+    return tuple(sorted(kernel_options.items()))
 
 
 def _autocast(operands: Operands) -> Operands:

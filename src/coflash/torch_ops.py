@@ -164,7 +164,7 @@ _MOST_CALLS = 4096
 def _signature(x: Any) -> Any:
     if isinstance(x, Tensor):
         return x.dtype, x.shape, x.stride(), x.device, x.requires_grad
-    return x  # None, or something that `checks` will refuse
+    return None if x is None else type(x)  # what is no tensor, `checks` will refuse
 
 
 def prepare(operands: Operands, options: Options) -> Call:
