@@ -264,7 +264,7 @@ def ld(program: Program, i: Instruction) -> Step:
                 if target is None:
                     continue
                 if wide:
-                    row = c.rows.Q[target[1]]
+                    row = c.rows.Q[target[1]].reshape(-1, 2)
                     lanes = _lanes(c, where, span)
                     row[lanes, 0] = values[2 * n]
                     row[lanes, 1] = values[2 * n + 1]
@@ -276,18 +276,12 @@ def ld(program: Program, i: Instruction) -> Step:
                 else:
                     row[_lanes(c, where, span)] = value
         if synchronising:
-            return (
-                machine.poll(c, c.pc + 1)
-                if len(machine.ready) or machine.streams or machine.idle_polls
-                else _polled(machine)
-            )
+            if len(machine.ready) or machine.streams or machine.idle_polls:
+                return machine.poll(c, c.pc + 1)
+            machine.idle_polls += 1
         return None
 
     return step
-
-
-def _polled(machine: Any) -> None:
-    machine.idle_polls += 1
 
 
 def _lanes(c: Convoy, where: NDArray | None, span: Span) -> Any:
@@ -696,8 +690,7 @@ def matrix_access(program: Program, i: Instruction) -> Step:
         flat = offsets.reshape(-1)
         cta.shared.check(flat, element)
         if c.machine.track:
-            words = offsets if element == 4 else offsets
-            span = Span("shared", cta, words.reshape(-1), None)
+            span = Span("shared", cta, flat, None)
             _track_matrix(c, span, offsets, not loading)
         if loading:
             elements = cta.shared.load(flat, element)[0].reshape(offsets.shape)

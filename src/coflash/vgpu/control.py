@@ -51,7 +51,6 @@ def leave(program: Program, i: Instruction) -> Step:
             return None
         if active is None or (c.mask is not None and active is c.mask):
             return c.machine.exit(c, None)
-        assert not isinstance(active, bool)
         return c.machine.exit(c, active)
 
     return step
@@ -211,8 +210,8 @@ def shuffle(program: Program, i: Instruction) -> Step:
             j = min_lane | (bval & ~segment)
             p = j <= max_lane
         j = np.where(p, j, lanes)
-        write_row(c, target, np.take_along_axis(a, j, 1), where)  # type: ignore[arg-type]
-        write_row(c, predicate, p, where)  # type: ignore[arg-type]
+        write_row(c, target, np.take_along_axis(a, j, 1), where)
+        write_row(c, predicate, p, where)
 
     if mode not in ("up", "down", "bfly", "idx"):
         raise PtxError(f"unknown shuffle mode {mode}: {i.text}", i.line)
@@ -242,7 +241,7 @@ def vote(program: Program, i: Instruction) -> Step:
         yes = p & on
         if mode == "ballot":
             value = np.packbits(yes, axis=1, bitorder="little").view("<u4")
-            write_row(c, target, np.repeat(value, 32, 1), where)  # type: ignore[arg-type]
+            write_row(c, target, np.repeat(value, 32, 1), where)
             return
         no = ~p & on
         if mode == "all":
@@ -251,7 +250,7 @@ def vote(program: Program, i: Instruction) -> Step:
             result = yes.any(1, keepdims=True)
         else:
             result = ~(no.any(1, keepdims=True) & yes.any(1, keepdims=True))
-        write_row(c, target, np.repeat(result, 32, 1), where)  # type: ignore[arg-type]
+        write_row(c, target, np.repeat(result, 32, 1), where)
 
     return together(member, body)
 
@@ -296,8 +295,8 @@ def elect(program: Program, i: Instruction) -> Step:
             first = np.argmax(there & bits, 1)
             result[np.arange(len(blocks)), first] = True
             lanes = np.repeat(first[:, None].astype(np.uint32), 32, 1)
-        write_row(c, target, result, where)  # type: ignore[arg-type]
-        write_row(c, lane_target, lanes, where)  # type: ignore[arg-type]
+        write_row(c, target, result, where)
+        write_row(c, lane_target, lanes, where)
 
     return together(member, body)
 
@@ -336,7 +335,7 @@ def redux(program: Program, i: Instruction) -> Step:
         for w in range(len(a)):
             chosen = a[w][on[w]]
             result[w, 0] = function.reduce(chosen) if len(chosen) else 0
-        write_row(c, target, np.repeat(result, 32, 1).view(np.uint32), where)  # type: ignore[arg-type]
+        write_row(c, target, np.repeat(result, 32, 1).view(np.uint32), where)
 
     return together(member, body)
 

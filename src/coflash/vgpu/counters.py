@@ -77,7 +77,7 @@ class Counters:
             for i in program.kernel.instructions[first:last]:
                 unit, amount = unit_of(i)
                 static[unit] = static.get(unit, 0) + amount
-            for w in np.flatnonzero(self.hits[s]):
+            for w in np.flatnonzero(self.hits[s]).tolist():
                 for unit, amount in static.items():
                     per_warp[w][unit] = per_warp[w].get(unit, 0) + 32 * amount * int(self.hits[s, w])
         for w in range(self.warps):
@@ -91,9 +91,9 @@ class Counters:
         for members in roles.values():
             table: dict[str, float] = {}
             for w in members:
-                for unit, amount in per_warp[w].items():
-                    table[unit] = table.get(unit, 0) + amount
-                    total[unit] = total.get(unit, 0) + amount
+                for unit, sum_ in per_warp[w].items():
+                    table[unit] = table.get(unit, 0) + sum_
+                    total[unit] = total.get(unit, 0) + sum_
             name = f"warp {members[0]}" if len(members) == 1 else f"warps {_ranges(members)}"
             result[name] = table
         result["total"] = total

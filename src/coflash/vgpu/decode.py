@@ -486,18 +486,25 @@ SPECIAL: dict[str, Callable[[Any], Any]] = {
     "%lanemask_gt": _per_thread("lm_gt", lambda cta, t: 0xFFFFFFFF & ~(np.left_shift(2, t % 32) - 1)),
     "%lanemask_ge": _per_thread("lm_ge", lambda cta, t: 0xFFFFFFFF & ~(np.left_shift(1, t % 32) - 1)),
 }
+
+
+def _along(axis: int, letter: str) -> dict[str, Callable[[Any], Any]]:
+    """The special registers of one axis."""
+    return {
+        f"%tid.{letter}": _per_thread(f"tid.{letter}", _block(axis)),
+        f"%ntid.{letter}": lambda c: np.uint32(c.machine.launch.block[axis]),
+        f"%ctaid.{letter}": lambda c: np.uint32(c.cta.position[axis]),
+        f"%nctaid.{letter}": lambda c: np.uint32(c.machine.launch.grid[axis]),
+        f"%cluster_ctaid.{letter}": lambda c: np.uint32(_rank(c, axis)),
+        f"%cluster_nctaid.{letter}": lambda c: np.uint32(c.machine.launch.cluster[axis]),
+        f"%clusterid.{letter}": lambda c: np.uint32(c.cta.position[axis] // c.machine.launch.cluster[axis]),
+        f"%nclusterid.{letter}": lambda c: np.uint32(
+            c.machine.launch.grid[axis] // c.machine.launch.cluster[axis]
+        ),
+    }
+
+
 for _axis, _letter in enumerate("xyz"):
-    SPECIAL[f"%tid.{_letter}"] = _per_thread(f"tid.{_letter}", _block(_axis))
-    SPECIAL[f"%ntid.{_letter}"] = lambda c, a=_axis: np.uint32(c.machine.launch.block[a])
-    SPECIAL[f"%ctaid.{_letter}"] = lambda c, a=_axis: np.uint32(c.cta.position[a])
-    SPECIAL[f"%nctaid.{_letter}"] = lambda c, a=_axis: np.uint32(c.machine.launch.grid[a])
-    SPECIAL[f"%cluster_ctaid.{_letter}"] = lambda c, a=_axis: np.uint32(_rank(c, a))
-    SPECIAL[f"%cluster_nctaid.{_letter}"] = lambda c, a=_axis: np.uint32(c.machine.launch.cluster[a])
-    SPECIAL[f"%clusterid.{_letter}"] = lambda c, a=_axis: np.uint32(
-        c.cta.position[a] // c.machine.launch.cluster[a]
-    )
-    SPECIAL[f"%nclusterid.{_letter}"] = lambda c, a=_axis: np.uint32(
-        c.machine.launch.grid[a] // c.machine.launch.cluster[a]
-    )
+    SPECIAL |= _along(_axis, _letter)
 
 __all__ = ["LOCAL_WINDOW", "RAW_DTYPE", "SHARED_WINDOW", "Program", "find_handler", "handles"]

@@ -534,9 +534,9 @@ class _Parser:
             for scope in reversed(scopes):
                 # Labels may be defined later: the scope that encloses the branch decides; resolved in check_labels.
                 return Sym(scope.label_prefix + piece)
-        reg = self.register(piece, scopes, numbers)
-        if reg is not None:
-            return reg
+        register = self.register(piece, scopes, numbers)
+        if register is not None:
+            return register
         base, offset = split_offset(piece, line)
         if _IDENTIFIER.match(base):
             if re.match(r"%(?:r|rd|rs|f|fd|p|h|hh)\d+\Z", base):
@@ -561,7 +561,8 @@ class _Parser:
 
 def split_operands(text: str) -> list[str]:
     """The pieces between top-level commas."""
-    pieces, depth, start = [], 0, 0
+    pieces: list[str] = []
+    depth = start = 0
     if not text.strip():
         return pieces
     if "{" not in text and "[" not in text and "(" not in text:
