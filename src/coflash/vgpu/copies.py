@@ -16,7 +16,7 @@ from .machine import Convoy, Cta, Fault, Operation, Step, Warp
 from .memory import UINT, OutOfBounds
 from .ptx import Imm, Instruction, Mem, PtxError, Reg, Vec
 from .access import _combine as _combine_lazily
-from .sync import MBarrier, cta_mbarrier, report_conflict, shared_place
+from .sync import MBarrier, async_mbarrier, cta_mbarrier, report_conflict, shared_place
 from .tensormap import TensorMap, decode
 from .units import tma
 
@@ -77,7 +77,10 @@ class Agent:
                 cell = int(cells[int(np.argmax(fresh))])
                 where = f"shared+{cell * 4:#x}" if space == "shared" else f"tensor memory column {cell % 512}"
                 machine.finding(
-                    "uninitialised", f"reads {where} of {cta}, which nobody has written.", operation, key=space
+                    "uninitialised",
+                    f"reads {where} of {cta}, which nobody has written.",
+                    operation,
+                    key=space,
                 )
         if machine.races and self.clock is not None:
             conflict = shadow.async_read(cells, self.clock, self.component, self.time, operation.pc)
@@ -126,7 +129,15 @@ def bulk_queue(warp: Warp, lane: int) -> BulkQueue:
     return found
 
 
-def issue_out(warp: Warp, lane: int, pc: int, kind: str, label: str, read: Callable[[Agent], Any], write: Callable[[Any], None]) -> None:
+def issue_out(
+    warp: Warp,
+    lane: int,
+    pc: int,
+    kind: str,
+    label: str,
+    read: Callable[[Agent], Any],
+    write: Callable[[Any], None],
+) -> None:
     """Queue a copy out of shared memory: it reads some time, and its write becomes visible some time after."""
     machine = warp.cta.machine
     queue = bulk_queue(warp, lane)
@@ -262,7 +273,9 @@ def _tile(map_: TensorMap, coordinates: list[int], offset: int, gather4: bool) -
         raise Fault("descriptors", f"tensor copy: {error}.") from None
 
 
-def _destinations(cta: Cta, address: int, barrier: int, mask: int | None, pair: bool) -> list[tuple[Cta, int, Cta, int]]:
+def _destinations(
+    cta: Cta, address: int, barrier: int, mask: int | None, pair: bool
+) -> list[tuple[Cta, int, Cta, int]]:
     """(CTA, offset, CTA of the mbarrier, its offset) for each copy that arrives."""
     target, offset = shared_place(cta, address, False, None)
     signal, signal_offset = shared_place(cta, barrier, False, None)
@@ -274,7 +287,9 @@ def _destinations(cta: Cta, address: int, barrier: int, mask: int | None, pair: 
         if not mask >> rank & 1:
             continue
         if rank >= len(ctas):
-            raise Fault("bounds", f"a multicast mask {mask:#x} names CTA rank {rank} in a cluster of {len(ctas)}.")
+            raise Fault(
+                "bounds", f"a multicast mask {mask:#x} names CTA rank {rank} in a cluster of {len(ctas)}."
+            )
         to = (rank & ~1) | (signal.rank & 1) if pair else rank
         result.append((ctas[rank], offset, ctas[to], signal_offset))
     return result
@@ -289,8 +304,10 @@ def _arriving(
     clock = snapshot(warp)
     for n, (cta, offset, signal, signal_offset) in enumerate(places):
 
-        def apply(cta: Cta = cta, offset: int = offset, signal: Cta = signal, at: int = signal_offset, n: int = n) -> None:
-            barrier = cta_mbarrier(signal, at, operations[n])
+        def apply(
+            cta: Cta = cta, offset: int = offset, signal: Cta = signal, at: int = signal_offset, n: int = n
+        ) -> None:
+            barrier = async_mbarrier(signal, at, operations[n])
             cta.shared.check(np.array([offset]), nbytes)
             put = fetch()
             agent = Agent(operations[n], clock, barrier.component, barrier.phase + 1)
@@ -331,7 +348,9 @@ def bulk(program: Program, i: Instruction) -> Step:
     mask_of = program.reader(operands[4], "H", i) if multicast else None
     operation_name, element = "", ""
     if reduce:
-        operation_name = next((p for p in parts if p in ("add", "min", "max", "inc", "dec", "and", "or", "xor")), "")
+        operation_name = next(
+            (p for p in parts if p in ("add", "min", "max", "inc", "dec", "and", "or", "xor")), ""
+        )
         element = parts[-1]
         if not operation_name or element not in tma.ELEMENT_BYTES | {"b32": 4, "b64": 8}:
             raise PtxError(f"unknown bulk reduction: {i.text}", i.line)
@@ -361,7 +380,9 @@ def bulk(program: Program, i: Instruction) -> Step:
             warp.kinds.add("store" if grouped else "load")
             label = f"{nbytes} bytes {from_} to {to}"
             if grouped:
-                _bulk_out(c.pc, warp, lane, label, target, _shared_address(source), nbytes, operation_name, element)
+                _bulk_out(
+                    c.pc, warp, lane, label, target, _shared_address(source), nbytes, operation_name, element
+                )
                 continue
             assert read_barrier is not None
             barrier = _shared_address(_value(read_barrier, c, position))
@@ -370,7 +391,9 @@ def bulk(program: Program, i: Instruction) -> Step:
             if from_ == "global":
                 _bulk_in(c.pc, warp, label, source, nbytes, places)
             else:
-                _bulk_across(c.pc, warp, label, _shared_address(source), nbytes, places, operation_name, element)
+                _bulk_across(
+                    c.pc, warp, label, _shared_address(source), nbytes, places, operation_name, element
+                )
 
     return step
 
@@ -403,7 +426,7 @@ def _bulk_across(
     def apply() -> None:
         owner.shared.check(np.array([start]), nbytes)
         target.shared.check(np.array([offset]), nbytes)
-        barrier = cta_mbarrier(signal, signal_offset, operation)
+        barrier = async_mbarrier(signal, signal_offset, operation)
         agent = Agent(operation, clock, barrier.component, barrier.phase + 1)
         agent.reads(owner, cells_between(start, nbytes))
         agent.writes(target, cells_between(offset, nbytes))
@@ -419,7 +442,15 @@ def _bulk_across(
 
 
 def _bulk_out(
-    pc: int, warp: Warp, lane: int, label: str, target: int, source: int, nbytes: int, operation_name: str, element: str
+    pc: int,
+    warp: Warp,
+    lane: int,
+    label: str,
+    target: int,
+    source: int,
+    nbytes: int,
+    operation_name: str,
+    element: str,
 ) -> None:
     cta = warp.cta
     machine = cta.machine
@@ -450,7 +481,9 @@ def _tensor_copy(program: Program, i: Instruction, reduce: bool, parts: list[str
     if spaces[0] == "global":
         where_to = _Coordinates(program, operands[0], i)
         read_source = program.address(operands[1], i, True)
-        operation_name = next((p for p in parts if p in ("add", "min", "max", "inc", "dec", "and", "or", "xor")), "")
+        operation_name = next(
+            (p for p in parts if p in ("add", "min", "max", "inc", "dec", "and", "or", "xor")), ""
+        )
         if reduce and not operation_name:
             raise PtxError(f"unknown tensor reduction: {i.text}", i.line)
 
@@ -484,12 +517,16 @@ def _tensor_copy(program: Program, i: Instruction, reduce: bool, parts: list[str
             barrier = _shared_address(_value(read_barrier, c, position))
             mask = _value(mask_of, c, position) if mask_of is not None else None
             warp.kinds.add("load")
-            _tensor_in(c, warp, address, coordinates, _destinations(c.cta, target, barrier, mask, pair), gather4)
+            _tensor_in(
+                c, warp, address, coordinates, _destinations(c.cta, target, barrier, mask, pair), gather4
+            )
 
     return load_step
 
 
-def _tensor_in(c: Convoy, warp: Warp, address: int, coordinates: list[int], places: list, gather4: bool) -> None:
+def _tensor_in(
+    c: Convoy, warp: Warp, address: int, coordinates: list[int], places: list, gather4: bool
+) -> None:
     machine = c.machine
     map_ = tensor_map(machine, address)
     tile = _tile(map_, coordinates, places[0][1], gather4)
@@ -510,11 +547,20 @@ def _tensor_in(c: Convoy, warp: Warp, address: int, coordinates: list[int], plac
 
         return put
 
-    _arriving(warp, c.pc, "tensor load", label, places, tile.bytes, fetch, lambda o: cells_between(o, tile.bytes))
+    _arriving(
+        warp, c.pc, "tensor load", label, places, tile.bytes, fetch, lambda o: cells_between(o, tile.bytes)
+    )
 
 
 def _tensor_out(
-    c: Convoy, warp: Warp, lane: int, address: int, coordinates: list[int], source: int, operation_name: str, gather4: bool
+    c: Convoy,
+    warp: Warp,
+    lane: int,
+    address: int,
+    coordinates: list[int],
+    source: int,
+    operation_name: str,
+    gather4: bool,
 ) -> None:
     machine, cta = c.machine, c.cta
     map_ = tensor_map(machine, address)
@@ -526,7 +572,11 @@ def _tensor_out(
         owner.shared.check(np.array([start]), tile.bytes)
         agent.reads(owner, cells_between(start, tile.bytes))
         machine.counters.add(warp, "shared_read_bytes", tile.bytes)
-        return owner.shared.data.view(CHUNK[tile.width])[tile.shared // tile.width].view(np.uint8).reshape(-1, tile.width)
+        return (
+            owner.shared.data.view(CHUNK[tile.width])[tile.shared // tile.width]
+            .view(np.uint8)
+            .reshape(-1, tile.width)
+        )
 
     def write(data: NDArray) -> None:
         offsets = tile.global_
@@ -534,7 +584,9 @@ def _tensor_out(
             offsets, data = offsets[tile.inside], data[tile.inside]
         if operation_name and len(offsets):
             old = load_chunks(machine, map_.address, offsets, tile.width)
-            data = tma.reduce(operation_name, map_.tile.element, np.ascontiguousarray(old), np.ascontiguousarray(data))
+            data = tma.reduce(
+                operation_name, map_.tile.element, np.ascontiguousarray(old), np.ascontiguousarray(data)
+            )
         store_chunks(machine, map_.address, offsets, tile.width, data)
         machine.counters.add(warp, "global_write_bytes", data.size)
 
@@ -604,7 +656,9 @@ def cp_async(program: Program, i: Instruction) -> Step:
             value = np.broadcast_to(ignore(c), size_)
             lengths = np.where(value if where is None else value[where], 0, nbytes)
         if ((targets | sources.astype(np.int64)) % nbytes).any():
-            machine.finding("alignment", f"cp.async of {nbytes} bytes from or to an address that is no multiple.", c)
+            machine.finding(
+                "alignment", f"cp.async of {nbytes} bytes from or to an address that is no multiple.", c
+            )
         lanes = c.shape.lanes if where is None else np.flatnonzero(where) + c.shape.lo
         for warp in c.shape.warps:
             mine = lanes // 32 == warp.index
@@ -614,7 +668,9 @@ def cp_async(program: Program, i: Instruction) -> Step:
     return step
 
 
-def _copy_of_warp(c: Convoy, warp: Warp, targets: NDArray, sources: NDArray, lengths: NDArray, nbytes: int) -> None:
+def _copy_of_warp(
+    c: Convoy, warp: Warp, targets: NDArray, sources: NDArray, lengths: NDArray, nbytes: int
+) -> None:
     machine, cta, pc = c.machine, c.cta, c.pc
     queue = copy_queue(warp)
     queue.issued += 1
@@ -767,7 +823,10 @@ def store_async(program: Program, i: Instruction) -> Step:
             groups_.setdefault(key, []).append(k)
         for (w, rank, barrier_address), members in groups_.items():
             if rank >= len(c.cta.cluster.ctas):
-                raise Fault("bounds", f"a shared address names CTA rank {rank} in a cluster of {len(c.cta.cluster.ctas)}.")
+                raise Fault(
+                    "bounds",
+                    f"a shared address names CTA rank {rank} in a cluster of {len(c.cta.cluster.ctas)}.",
+                )
             _store_later(c, c.cta.warps[w], c.cta.cluster.ctas[rank], targets[members] & 0xFFFFFF, values[members],
                          nbytes, barrier_address, combine)  # fmt: skip
 
@@ -775,7 +834,14 @@ def store_async(program: Program, i: Instruction) -> Step:
 
 
 def _store_later(
-    c: Convoy, warp: Warp, target: Cta, offsets: NDArray, values: NDArray, nbytes: int, barrier_address: int, combine: Any
+    c: Convoy,
+    warp: Warp,
+    target: Cta,
+    offsets: NDArray,
+    values: NDArray,
+    nbytes: int,
+    barrier_address: int,
+    combine: Any,
 ) -> None:
     machine = c.machine
     signal, at = shared_place(c.cta, barrier_address, False, c)
@@ -783,7 +849,7 @@ def _store_later(
     count = values.shape[1]
 
     def apply() -> None:
-        barrier = cta_mbarrier(signal, at, operation)
+        barrier = async_mbarrier(signal, at, operation)
         target.shared.check(offsets, nbytes * count)
         cells = ((offsets >> 2)[:, None] + np.arange(nbytes * count // 4)).reshape(-1)
         Agent(operation, clock, barrier.component, barrier.phase + 1).writes(target, cells)
@@ -793,7 +859,9 @@ def _store_later(
             for k in range(len(offsets)):
                 one = offsets[k : k + 1]
                 old = target.shared.load(one, nbytes)
-                target.shared.store(one, np.array([[combine(old[0, 0], values[k, 0], None)]], UINT[nbytes]), nbytes)
+                target.shared.store(
+                    one, np.array([[combine(old[0, 0], values[k, 0], None)]], UINT[nbytes]), nbytes
+                )
         machine.counters.add(warp, "shared_write_bytes", values.nbytes)
         barrier.complete(values.nbytes, operation)
 
@@ -835,7 +903,9 @@ def try_cancel(program: Program, i: Instruction) -> Step:
                 return put
 
             places = [(cta, offset, cta if everywhere else signal, at) for cta in ctas]
-            _arriving(warp, c.pc, "launch control", "try_cancel", places, 16, fetch, lambda o: cells_between(o, 16))
+            _arriving(
+                warp, c.pc, "launch control", "try_cancel", places, 16, fetch, lambda o: cells_between(o, 16)
+            )
 
     return step
 

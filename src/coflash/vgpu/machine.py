@@ -14,7 +14,7 @@ import random
 import time as clock_time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,8 @@ from .report import CHECKS, Event, Finding, Report
 ARCHITECTURES = ("sm_90", "sm_90a", "sm_100", "sm_100a", "sm_100f", "sm_103", "sm_103a", "sm_103f")
 SCHEDULES = ("round-robin", "random", "lazy", "eager")
 FULL = 0xFFFFFFFF
+ENDLESS = 100_000
+"""Steps without an access to memory or a barrier after which a loop counts as endless."""
 STOP = -1
 """What a step returns when its convoy must not go on: it has been put to sleep, split, or ended."""
 
@@ -74,6 +76,11 @@ class RowViews(dict):
 class Rows:
     """All register rows of a slice of threads, one attribute per kind (see codegen.ROW_KINDS)."""
 
+    P: RowViews
+    H: RowViews
+    W: RowViews
+    D: RowViews
+
     def __init__(self, files: dict[int, NDArray], lo: int, hi: int):
         for kind, (width, dtype) in ROW_KINDS.items():
             setattr(self, kind, RowViews(files[width], lo, hi, dtype))
@@ -86,7 +93,7 @@ class Rows:
         self.Q = RowViews(files[128], lo, hi, np.uint64)
 
     def of(self, width: int) -> RowViews:
-        return {1: self.P, 16: self.H, 32: self.W, 64: self.D, 128: self.Q}[width]  # type: ignore[attr-defined]
+        return {1: self.P, 16: self.H, 32: self.W, 64: self.D, 128: self.Q}[width]
 
 
 # ---- Warps, convoys -----------------------------------------------------------------------------------------------
@@ -222,12 +229,12 @@ class Convoy:
     def warps(self) -> list[Warp]:
         return self.shape.warps
 
-    def active(self, guard: tuple[int, bool] | None) -> NDArray[np.bool_] | None | bool:
+    def active(self, guard: tuple[int, bool] | None) -> NDArray[np.bool_] | None | Literal[False]:
         """Which threads of the slice take part: None for all, False for none, else a mask."""
         mask = self.mask
         if guard is None:
             return mask
-        row = self.rows.P[guard[0]]  # type: ignore[attr-defined]
+        row = self.rows.P[guard[0]]
         on = ~row if guard[1] else row
         if mask is not None:
             on = on & mask
@@ -311,8 +318,8 @@ class Cluster:
         self.origin = origin
         cx, cy, cz = launch.cluster
         threads = launch.block[0] * launch.block[1] * launch.block[2]
-        self.clocks = Clocks(cx * cy * cz * -(-threads // 32)) if machine.track else None  # type: ignore[assignment]
-        self.clocks: Clocks
+        if machine.track:  # only then does anything look at them
+            self.clocks = Clocks(cx * cy * cz * -(-threads // 32))
         gx, gy, _ = launch.grid
         self.ctas: list[Cta] = []
         for rank in range(cx * cy * cz):
@@ -567,11 +574,22 @@ class Machine:
         warps = c.shape.warp_numbers
         meet = c.meet
         self.current = c
+        budget, seen = ENDLESS, -1
         while True:
             if pc == meet:
                 c.pc = pc
                 self._arrive(c)
                 return
+            budget -= 1
+            if not budget:
+                # A loop that touches no memory and no barrier will never be left.
+                now = int(hits[self.program.visible].sum())
+                if now == seen:
+                    raise Fault(
+                        "barriers",
+                        "an endless loop: it neither accesses memory nor synchronises with anybody.",
+                    )
+                budget, seen = ENDLESS, now
             c.pc = pc
             hits[pc, warps] += 1
             self.time += 1
@@ -818,7 +836,10 @@ class Machine:
         elif isinstance(at, Cta):
             cta = at
         signature = (check, pc, key)
-        if signature in self.reported or sum(f.check == check for f in self.report.findings) >= self.max_findings:
+        if (
+            signature in self.reported
+            or sum(f.check == check for f in self.report.findings) >= self.max_findings
+        ):
             return
         self.reported.add(signature)
         line, text, source = self.program.place(pc)

@@ -290,7 +290,7 @@ def check_cluster_barrier(cta: Cta) -> None:
 class MBarrier:
     __slots__ = (
         "clock", "component", "count", "cta", "done", "init_pc", "init_row", "init_time", "offset", "pending", "phase",
-        "tx", "waiters", "arrivers",
+        "tx", "waiters", "arrivers", "fenced",
     )  # fmt: skip
 
     def __init__(self, cta: Cta, offset: int, count: int):
@@ -301,6 +301,7 @@ class MBarrier:
         self.waiters: list[Convoy] = []
         self.arrivers: dict[int, int] = {}
         self.init_pc = self.init_row = self.init_time = 0
+        self.fenced = False  # its initialisation has been made visible to the async proxy
         self.clock: Clock | None = None
         self.done: list[Clock] = []
         self.component = 0
@@ -387,6 +388,21 @@ def cta_mbarrier(cta: Cta, offset: int, at: Any) -> MBarrier:
         hint = f" (the nearest one is at shared+{near:#x})" if near is not None else ""
         raise Fault("barriers", f"there is no initialised mbarrier at shared+{offset:#x} of {cta}{hint}.")
     return found
+
+
+def async_mbarrier(cta: Cta, offset: int, at: Any) -> MBarrier:
+    """The mbarrier that an asynchronous operation signals: its initialisation must have passed a fence."""
+    barrier = cta_mbarrier(cta, offset, at)
+    if not barrier.fenced and cta.machine.races:
+        cta.machine.finding(
+            "races",
+            f"signals the {barrier} through the async proxy, but no fence.mbarrier_init (or fence.proxy.async) follows its "
+            f"initialisation at {cta.machine.program.words(barrier.init_pc)}.",
+            at,
+            pc=barrier.init_pc,
+            key="init fence",
+        )
+    return barrier
 
 
 def check_initialised(c: Convoy, barrier: MBarrier, rows: list[int]) -> None:
@@ -668,7 +684,9 @@ def mbarrier_wait(program: Program, i: Instruction) -> Step:
                 return
             for row in rows_of(c, where):
                 extra = warp_of(c.cta, row).extra
-                extra["to acquire"] = np.maximum(extra["to acquire"], seen) if "to acquire" in extra else seen.copy()
+                extra["to acquire"] = (
+                    np.maximum(extra["to acquire"], seen) if "to acquire" in extra else seen.copy()
+                )
 
     def each_lane(c: Convoy, where: NDArray | None, addresses: NDArray, phases: NDArray) -> int | None:
         result = np.zeros(addresses.size, np.bool_)
@@ -719,6 +737,7 @@ def fence(program: Program, i: Instruction) -> Step:
     parts = i.parts
     proxy = parts[1] == "proxy"
     asynchronous = proxy and parts[2].startswith("async")
+    initialisation = parts[1] == "mbarrier_init"
     guard = program.guard(i)
 
     def step(c: Convoy) -> None:
@@ -727,8 +746,12 @@ def fence(program: Program, i: Instruction) -> Step:
         where = c.active(guard)
         if where is False:
             return
-        rows = rows_of(c, where)  # type: ignore[arg-type]
+        rows = rows_of(c, where)
         clocks = c.cta.cluster.clocks
+        if asynchronous or initialisation:
+            for barrier in c.cta.mbarriers.values():
+                if barrier.init_row in rows:
+                    barrier.fenced = True
         if asynchronous:
             clocks.proxy_fence(rows)
             return

@@ -16,7 +16,7 @@ from .copies import Agent, _shared_address, _value, snapshot, threads_of
 from .decode import Program, handles
 from .machine import FULL, STOP, Convoy, Cta, Fault, Fragment, Operation, Step, Warp
 from .ptx import Imm, Instruction, Mem, Operand, PtxError, Reg, Vec
-from .sync import cta_mbarrier, report_conflict, shared_place
+from .sync import async_mbarrier, report_conflict, shared_place
 from .units import arith, descriptors, layouts, tmem
 
 ELEMENT = descriptors.ELEMENT_BITS
@@ -24,7 +24,9 @@ LANES, COLUMNS, GRANULE = 128, 512, 16
 """Tensor memory; its shadow has one cell for 16 lanes of a column."""
 
 
-def _registers(program: Program, operand: Operand, i: Instruction, count: int | None = None) -> NDArray[np.intp]:
+def _registers(
+    program: Program, operand: Operand, i: Instruction, count: int | None = None
+) -> NDArray[np.intp]:
     """The numbers of the 32-bit registers in a vector operand."""
     numbers = []
     for item in _vector(operand):
@@ -48,7 +50,9 @@ def _unpack(words: NDArray[np.uint32], bits: int) -> NDArray:
 
 @handles("mma")
 def mma_sync(program: Program, i: Instruction) -> Step:
-    m = re.match(r"mma\.sync\.aligned\.(m16n8k\d+)\.row\.col(\.satfinite)?\.(\w+)\.(\w+)\.(\w+)\.(\w+)\Z", i.op)
+    m = re.match(
+        r"mma\.sync\.aligned\.(m16n8k\d+)\.row\.col(\.satfinite)?\.(\w+)\.(\w+)\.(\w+)\.(\w+)\Z", i.op
+    )
     if m is None:
         raise PtxError(f"unknown matrix instruction: {i.text[:160]}", i.line)
     shape, saturate, d_type, a_type, b_type, c_type = m.groups()
@@ -84,7 +88,11 @@ def mma_sync(program: Program, i: Instruction) -> Step:
             a[a_index] = _unpack(file[a_regs, lo:hi].T, bits)
             b[b_index] = _unpack(file[b_regs, lo:hi].T, bits)
             c_words = np.stack(
-                [np.broadcast_to(r(c), c.shape.hi - c.shape.lo)[lo - c.shape.lo : hi - c.shape.lo] for r in c_readers], 1
+                [
+                    np.broadcast_to(r(c), c.shape.hi - c.shape.lo)[lo - c.shape.lo : hi - c.shape.lo]
+                    for r in c_readers
+                ],
+                1,
             )
             acc[c_index] = _unpack(c_words, names[c_type])
             raw = {8: np.uint8, 16: np.uint16, 32: np.uint32}[bits]
@@ -111,7 +119,9 @@ def _multiply(kind: str, saturate: bool, i: Instruction) -> Any:
     return lambda a, b, c, kind, d_type: arith.mma_i8_saturating(a, b, c)
 
 
-def _write_fragment(file: NDArray, regs: NDArray, lo: int, hi: int, d: NDArray, index: tuple, d_type: str) -> None:
+def _write_fragment(
+    file: NDArray, regs: NDArray, lo: int, hi: int, d: NDArray, index: tuple, d_type: str
+) -> None:
     if d_type == "s32":
         words = d.astype(np.int32).view(np.uint32)[index][..., 0]
     elif d_type == "f16":
@@ -241,7 +251,9 @@ def wgmma_wait(program: Program, i: Instruction) -> Step:
 
 @handles("wgmma.mma_async")
 def wgmma_mma(program: Program, i: Instruction) -> Step:
-    m = re.match(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k(\d+)(\.satfinite)?\.(\w+)\.(\w+)\.(\w+)\Z", i.op)
+    m = re.match(
+        r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k(\d+)(\.satfinite)?\.(\w+)\.(\w+)\.(\w+)\Z", i.op
+    )
     if m is None:
         raise PtxError(f"unknown matrix instruction: {i.text[:160]}", i.line)
     n, k = int(m.group(1)), int(m.group(2))
@@ -269,6 +281,7 @@ def wgmma_mma(program: Program, i: Instruction) -> Step:
             raise PtxError(f"the last operands of wgmma are literals: {i.text[:160]}", i.line)
         rest.append(operand.value)
     integer = d_type == "s32"
+    saturate = m.group(3) is not None
     scale_a, scale_b = (1, 1) if integer else (rest[0], rest[1]) if len(rest) >= 2 else (1, 1)
     trans = rest[2:] if not integer else []
     a_k_major = not (trans[0] if a_regs is None and trans else 0)
@@ -283,10 +296,15 @@ def wgmma_mma(program: Program, i: Instruction) -> Step:
     def dirty_steps() -> NDArray:
         """Steps that write the registers of this instruction by other means than wgmma."""
         if not writers:
-            mine = {(32, int(r)) for r in d_regs} | ({(32, int(r)) for r in a_regs} if a_regs is not None else set())
+            mine = {(32, int(r)) for r in d_regs} | (
+                {(32, int(r)) for r in a_regs} if a_regs is not None else set()
+            )
             found = []
             for s, (first, _, _) in enumerate(program.spans):
-                if not program.kernel.instructions[first].op.startswith("wgmma") and program.touched(s)[1] & mine:
+                if (
+                    not program.kernel.instructions[first].op.startswith("wgmma")
+                    and program.touched(s)[1] & mine
+                ):
                     found.append(s)
             writers.append(np.array(found, np.intp))
         return writers[0]
@@ -362,6 +380,13 @@ def wgmma_mma(program: Program, i: Instruction) -> Step:
 
     def _check_fence(c: Convoy, warp: Warp, mine: WarpWgmma) -> None:
         last = c.cta.extra.get("last_run")
+        if mine.fence_time < 0:
+            c.machine.finding(
+                "pending_registers",
+                "the first wgmma of a warp, and no wgmma.fence before it: it must come first.",
+                c,
+            )
+            return
         if last is None:
             return
         steps = dirty_steps()
@@ -369,7 +394,7 @@ def wgmma_mma(program: Program, i: Instruction) -> Step:
             s = int(steps[int(np.argmax(last[steps, warp.index]))])
             c.machine.finding(
                 "pending_registers",
-                f"wgmma uses registers that were written at {program.words(s)} after the last wgmma.fence: a "
+                f"wgmma uses registers that were used at {program.words(s)} after the last wgmma.fence: a "
                 "wgmma.fence is missing.",
                 c,
             )
@@ -377,7 +402,9 @@ def wgmma_mma(program: Program, i: Instruction) -> Step:
     return step
 
 
-def _operand(cta: Cta, agent: Agent, d: Any, rows: int, k: int, type_: str, k_major: bool) -> NDArray[np.float32]:
+def _operand(
+    cta: Cta, agent: Agent, d: Any, rows: int, k: int, type_: str, k_major: bool
+) -> NDArray[np.float32]:
     """An operand tile from shared memory, as float32 values; marks it as read."""
     machine = cta.machine
     bits = ELEMENT[type_]
@@ -388,7 +415,10 @@ def _operand(cta: Cta, agent: Agent, d: Any, rows: int, k: int, type_: str, k_ma
     except descriptors.DescriptorError as error:
         raise Fault("descriptors", f"{agent.operation.kind}: {error}.") from None
     except IndexError as error:
-        raise Fault("bounds", f"{agent.operation.kind}: the operand at shared+{d.start:#x} leaves shared memory ({error}).") from None
+        raise Fault(
+            "bounds",
+            f"{agent.operation.kind}: the operand at shared+{d.start:#x} leaves shared memory ({error}).",
+        ) from None
     machine.counters.add(agent.operation.warp, "shared_read_bytes", rows * k * bits // 8)
     return arith.to_float32(raw, type_)
 
@@ -425,7 +455,9 @@ def _guard(program: Program, s: int, step: Step) -> Step:
             own = {(r.width, r.index) for r in _vector(i.operands[0]) if isinstance(r, Reg)}
             found = bool((reads | writes) & own)
             if not found and i.op.startswith("wgmma") and isinstance(i.operands[1], Vec):
-                found = bool(writes & {(r.width, r.index) for r in _vector(i.operands[1]) if isinstance(r, Reg)})
+                found = bool(
+                    writes & {(r.width, r.index) for r in _vector(i.operands[1]) if isinstance(r, Reg)}
+                )
             conflicts[pc] = found
         return found
 
@@ -492,7 +524,10 @@ class TensorMemory:
     def check(self, at: Any, first: int, count: int, what: str) -> None:
         machine = self.cta.machine
         if first < 0 or first + count > COLUMNS:
-            raise Fault("bounds", f"{what} touches tensor memory columns {first} to {first + count - 1}: there are {COLUMNS}.")
+            raise Fault(
+                "bounds",
+                f"{what} touches tensor memory columns {first} to {first + count - 1}: there are {COLUMNS}.",
+            )
         if not self.owned[first : first + count].all():
             column = first + int(np.argmin(self.owned[first : first + count]))
             machine.finding(
@@ -537,10 +572,15 @@ def tensor_alloc(program: Program, i: Instruction) -> Step:
             return machine.regroup(c, lambda f: f.warp.index)
         count = _value(columns_of, c, 0)
         if count not in (32, 64, 128, 256, 512):
-            raise Fault("tensor_memory", f"tcgen05.alloc of {count} columns: it must be a power of two from 32 to 512.")
+            raise Fault(
+                "tensor_memory",
+                f"tcgen05.alloc of {count} columns: it must be a power of two from 32 to 512.",
+            )
         if not memory.permit:
             machine.finding("tensor_memory", "tcgen05.alloc after tcgen05.relinquish_alloc_permit.", c)
-        start = next((s for s in range(0, COLUMNS - count + 1, 32) if not memory.owned[s : s + count].any()), None)
+        start = next(
+            (s for s in range(0, COLUMNS - count + 1, 32) if not memory.owned[s : s + count].any()), None
+        )
         if start is None:
             cta.extra.setdefault("tensor_alloc_waiters", []).append(c)
             return STOP
@@ -689,7 +729,11 @@ def tensor_access(program: Program, i: Instruction) -> Step:
         for f in c.fragments:
             warp = f.warp
             lo = warp.index * 32
-            address = int(addresses[lo - c.shape.lo]) if isinstance(addresses, np.ndarray) and addresses.ndim else int(addresses)
+            address = (
+                int(addresses[lo - c.shape.lo])
+                if isinstance(addresses, np.ndarray) and addresses.ndim
+                else int(addresses)
+            )
             lane, column = address >> 16, address & 0xFFFF
             quarter = 32 * (warp.index % 4)
             if lane != quarter and not (narrow and lane == quarter + 16):
@@ -743,7 +787,13 @@ def tensor_access(program: Program, i: Instruction) -> Step:
             report_conflict(c, conflict, "tensor", c.cta, 1, "reads")
 
     def _queue_store(
-        c: Convoy, warp: Warp, state: WarpTensor, memory: TensorMemory, values: NDArray, lane: int, column: int
+        c: Convoy,
+        warp: Warp,
+        state: WarpTensor,
+        memory: TensorMemory,
+        values: NDArray,
+        lane: int,
+        column: int,
     ) -> None:
         state.stores += 1
         number_ = state.stores
@@ -754,7 +804,9 @@ def tensor_access(program: Program, i: Instruction) -> Step:
         def apply() -> None:
             if memory.shadow is not None:
                 agent = Agent(operation, clock, state.component_st, number_)
-                agent.writes(memory.cta, _cells(shape, number, split, packed, lane, column), memory.shadow, "tensor")
+                agent.writes(
+                    memory.cta, _cells(shape, number, split, packed, lane, column), memory.shadow, "tensor"
+                )
             if plain:
                 memory.data[lane : lane + 32, column : column + width] = values
             elif packed:
@@ -807,7 +859,9 @@ class Pipe:
         self.issued = self.done = 0
         self.component = 0
         if cta.machine.track:
-            self.component = cta.cluster.clocks.component(("tcgen05", cta.rank), f"the tensor cores (tcgen05) of {cta}")
+            self.component = cta.cluster.clocks.component(
+                ("tcgen05", cta.rank), f"the tensor cores (tcgen05) of {cta}"
+            )
 
 
 def pipe_of(cta: Cta) -> Pipe:
@@ -905,7 +959,10 @@ def tensor_mma(program: Program, i: Instruction) -> Step:
             except descriptors.DescriptorError as error:
                 raise Fault("descriptors", f"tcgen05.mma: {error}.") from None
             if idesc.sparse:
-                raise Fault("descriptors", "tcgen05.mma: the instruction descriptor says sparse, the instruction does not.")
+                raise Fault(
+                    "descriptors",
+                    "tcgen05.mma: the instruction descriptor says sparse, the instruction does not.",
+                )
             masks = [_value(r, c, position) for r in disable]
             accumulate = bool(_value(accumulate_of, c, position))
             d_address = _value(d_read, c, position)
@@ -917,7 +974,20 @@ def tensor_mma(program: Program, i: Instruction) -> Step:
                 accumulate: bool = accumulate, d_address: int = d_address, a_address: int = a_address,
                 ctas: list[Cta] = ctas,
             ) -> None:  # fmt: skip
-                _mma(agent, ctas, idesc, a_desc, b_desc, a_address, d_address, accumulate, masks, scale, group, ws)
+                _mma(
+                    agent,
+                    ctas,
+                    idesc,
+                    a_desc,
+                    b_desc,
+                    a_address,
+                    d_address,
+                    accumulate,
+                    masks,
+                    scale,
+                    group,
+                    ws,
+                )
 
             machine.counters.add(warp, "tensor_flops", 2 * idesc.m * idesc.n * idesc.k)
             _pipe_queue(c, warp, "tcgen05.mma", f"{idesc.m}x{idesc.n}x{idesc.k}", run)
@@ -965,7 +1035,11 @@ def _mma(
         if integer:
             acc = raw.view(np.int32)
         else:
-            acc = raw.view(np.float32) if idesc.d_type == "f32" else arith.to_float32(raw.astype(np.uint16), "f16")
+            acc = (
+                raw.view(np.float32)
+                if idesc.d_type == "f32"
+                else arith.to_float32(raw.astype(np.uint16), "f16")
+            )
             if scale:
                 acc = acc * np.float32(2.0**-scale)
     if len(copies) == 1:
@@ -974,7 +1048,12 @@ def _mma(
         part = n // len(copies)
         d = np.concatenate(
             [
-                _product(a, b[x * part : (x + 1) * part], None if acc is None else acc[:, x * part : (x + 1) * part], idesc)
+                _product(
+                    a,
+                    b[x * part : (x + 1) * part],
+                    None if acc is None else acc[:, x * part : (x + 1) * part],
+                    idesc,
+                )
                 for x, a in enumerate(copies)
             ],
             axis=1,
@@ -987,7 +1066,12 @@ def _mma(
         raw = np.ascontiguousarray(d, np.float32).view(np.uint32)
     keep = None
     if masks and any(masks):
-        keep = np.concatenate([~np.unpackbits(np.array([x], "<u4").view(np.uint8), bitorder="little").astype(np.bool_) for x in masks])
+        keep = np.concatenate(
+            [
+                ~np.unpackbits(np.array([x], "<u4").view(np.uint8), bitorder="little").astype(np.bool_)
+                for x in masks
+            ]
+        )
     for r, (memory, (i, j, lanes, columns, dense, _, _)) in enumerate(zip(memories, places, strict=True)):
         if keep is not None:
             mine = keep[128 * r : 128 * r + 128] if len(keep) > 128 else keep
@@ -1006,7 +1090,9 @@ def _product(a: NDArray, b: NDArray, acc: NDArray | None, idesc: Any) -> NDArray
     return arith.mma(a, b, acc, idesc.kind, idesc.d_type)
 
 
-def _a_from_tensor(agent: Agent, ctas: list[Cta], idesc: Any, address: int, group: int, ws: bool) -> list[NDArray]:
+def _a_from_tensor(
+    agent: Agent, ctas: list[Cta], idesc: Any, address: int, group: int, ws: bool
+) -> list[NDArray]:
     ranks, lanes = tmem.a_operand(idesc.m, group, ws)
     lane0, column0 = address >> 16, address & 0xFFFF
     bits = idesc.a_bits if idesc.kind != "f8f6f4" else 8
@@ -1033,7 +1119,9 @@ def _a_from_tensor(agent: Agent, ctas: list[Cta], idesc: Any, address: int, grou
             cta.machine.counters.add(agent.operation.warp, "tensor_read_bytes", len(rows) * words * 4)
         elements = raw.view(dtype).reshape(idesc.m, idesc.k)
         if idesc.a_bits < 8:
-            elements = descriptors.unpack_padded(elements.reshape(idesc.m, -1, 16), idesc.a_bits).reshape(idesc.m, idesc.k)
+            elements = descriptors.unpack_padded(elements.reshape(idesc.m, -1, 16), idesc.a_bits).reshape(
+                idesc.m, idesc.k
+            )
         result.append(arith.to_float32(elements, idesc.a_type))
     return result
 
@@ -1072,18 +1160,26 @@ def tensor_cp(program: Program, i: Instruction) -> Step:
                 for cta in ctas:
                     memory = tensor_memory(cta)
                     memory.check(agent.operation, column0, plan.words, "tcgen05.cp")
-                    chunks = descriptors.operand_chunks(desc, plan.rows, 4 * plan.words, 8, True).astype(np.int64)
+                    chunks = descriptors.operand_chunks(desc, plan.rows, 4 * plan.words, 8, True).astype(
+                        np.int64
+                    )
                     flat = chunks.reshape(-1)
                     cta.shared.check(flat, 16)
                     if cta.shadow is not None:
                         agent.reads(cta, ((flat >> 2)[:, None] + np.arange(4)).reshape(-1))
                         lanes = np.unique((plan.lanes + lane0) // GRANULE)
-                        cells = (lanes[:, None] * COLUMNS + np.arange(column0, column0 + plan.words)).reshape(-1)
+                        cells = (lanes[:, None] * COLUMNS + np.arange(column0, column0 + plan.words)).reshape(
+                            -1
+                        )
                         agent.writes(cta, cells, memory.shadow, "tensor")
-                    words = cta.shared.data[(flat[:, None] + np.arange(16)).reshape(plan.rows, -1)].view(np.uint32)
+                    words = cta.shared.data[(flat[:, None] + np.arange(16)).reshape(plan.rows, -1)].view(
+                        np.uint32
+                    )
                     for copy in range(plan.lanes.shape[1]):
                         memory.data[plan.lanes[:, copy] + lane0, column0 : column0 + plan.words] = words
-                    cta.machine.counters.add(agent.operation.warp, "tensor_write_bytes", words.nbytes * plan.lanes.shape[1])
+                    cta.machine.counters.add(
+                        agent.operation.warp, "tensor_write_bytes", words.nbytes * plan.lanes.shape[1]
+                    )
 
             warp.kinds.add("mma")
             _pipe_queue(c, warp, "tcgen05.cp", shape, run)
@@ -1149,14 +1245,17 @@ def tensor_commit(program: Program, i: Instruction) -> Step:
                 mask = _value(mask_of, c, position)
                 ctas = c.cta.cluster.ctas
                 if mask >> len(ctas):
-                    raise Fault("bounds", f"a multicast mask {mask:#x} names a CTA outside the cluster of {len(ctas)}.")
+                    raise Fault(
+                        "bounds",
+                        f"a multicast mask {mask:#x} names a CTA outside the cluster of {len(ctas)}.",
+                    )
                 targets = [ctas[r] for r in range(len(ctas)) if mask >> r & 1]
             machine.counters.add(warp, "barriers", 1)
             warp.kinds.add("mma")
 
             def run(agent: Agent, targets: list[Cta] = targets, offset: int = offset) -> None:
                 for cta in targets:
-                    barrier = cta_mbarrier(cta, offset, agent.operation)
+                    barrier = async_mbarrier(cta, offset, agent.operation)
                     if barrier.clock is not None and agent.clock is not None:
                         np.maximum(barrier.clock, agent.clock, out=barrier.clock)
                     barrier.arrivers[-1] = agent.operation.pc
@@ -1195,7 +1294,9 @@ def cta_ended(cta: Cta) -> None:
         work = [o for o in machine.streams[pipe.key] if o.kind != "tcgen05.commit"]
         if work:
             machine.finding(
-                "exit", f"{cta} ends while its tensor cores still work ({operation.kind} {operation.label}).", operation
+                "exit",
+                f"{cta} ends while its tensor cores still work ({operation.kind} {operation.label}).",
+                operation,
             )
         machine.drain(pipe.key)
     memory = cta.extra.get("tensor")
