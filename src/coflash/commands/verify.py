@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 ARCHITECTURES = ("sm_90a", "sm_100a")
 MULTIPROCESSORS = 4  # of the pretended device: persistent kernels then walk several tiles each
-LSE_ERROR = 1e-4  # float32, through approximate functions
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -147,11 +146,11 @@ def verify(
     device = replace(planning.typical(arch), num_sms=MULTIPROCESSORS)
     try:
         plan = planning.plan(problem, device, backend="kernel")
-    except NotImplementedError as error:
+        entry = compiler.build(plan.kernel, plan.config, plan.arch)
+    except (NotImplementedError, compiler.CompileError) as error:
         for _ in range(seeds):
             step()
         return replace(row, problem=str(error))
-    entry = compiler.build(plan.kernel, plan.config, plan.arch)
     operands = Operands(**_operands(problem))
     out = torch.full((*operands.q.shape[:-1], problem.head_dim_v), math.nan, dtype=problem.dtype)
     lse = torch.full(_lse_shape(problem, operands.q), math.nan)
@@ -164,10 +163,12 @@ def verify(
     rounding = torch.finfo(problem.dtype).eps * right.abs().max().item()
     allowed = 2 * (plain.double() - right).abs().max().item() + rounding
     errors: list[float] = []
+    # A kernel may sum the weights as it multiplies them: rounded, each by half a unit at most.
+    lse_allowed = torch.finfo(problem.dtype).eps / 4
 
     def compare(_: Run) -> None:
         off_lse = torch.where(right_lse.isfinite(), (lse.double() - right_lse).abs(), 0.0).max().item()
-        if not off_lse <= LSE_ERROR:  # NaN included
+        if not off_lse <= lse_allowed:  # NaN included
             errors.append(math.inf)
         errors.append((out.double() - right).abs().max().item())
         step()

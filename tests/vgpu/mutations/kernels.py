@@ -1,10 +1,12 @@
 """Two small kernels, written by hand, that use every kind of synchronisation attention kernels use.
 
-`hopper`: a cluster of two CTAs computes bfloat16 C = A Bᵀ. A producer warp fills a ring of two stages by TMA, B by
-multicast from both CTAs; a warpgroup multiplies with wgmma and frees a stage in both CTAs; C leaves by TMA.
+`hopper`: a cluster of two CTAs computes bfloat16 C = A Bᵀ. A producer warp fills a ring of two stages by
+TMA, B by multicast from both CTAs; a warpgroup multiplies with wgmma and frees a stage in both CTAs; C
+leaves by TMA.
 
-`blackwell`: one CTA computes C = bfloat16(A Bᵀ) Vᵀ. A producer warp fills the ring, one thread issues tcgen05.mma, the
-first product goes from tensor memory through registers back into tensor memory as the second one's A operand.
+`blackwell`: one CTA computes C = bfloat16(A Bᵀ) Vᵀ. A producer warp fills the ring, one thread issues
+tcgen05.mma, the first product goes from tensor memory through registers back into tensor memory as the
+second one's A operand.
 
 Inputs are small integers, so every sum is exact and the right C is known to the bit.
 """
@@ -113,15 +115,11 @@ produce:
 {_wait("%empty", "%other", "wait_empty")}
   mbarrier.arrive.expect_tx.shared::cta.b64 %state, [%full], 16384;
   shl.b32 %x, %i, 6;
-  cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%a], [%ma, {{%x, %row}}], [%full];
-  shl.b32 %y, %rank, 12;
-  add.u32 %bd, %b, %y;
-  shl.b32 %y, %rank, 5;
-  cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%bd], [%mb, {{%x, %y}}], [%full], %both;
-  add.u32 %i, %i, 1;
-  setp.lt.u32 %p, %i, %blocks;
-  @%p bra produce;
-  bra finish;
+  cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%a], [%ma, {{%x,
+  %row}}], [%full]; shl.b32 %y, %rank, 12; add.u32 %bd, %b, %y; shl.b32 %y, %rank, 5;
+  cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%bd],
+  [%mb, {{%x, %y}}], [%full], %both; add.u32 %i, %i, 1; setp.lt.u32 %p, %i, %blocks; @%p bra produce; bra
+  finish;
 
 consumer:
   mov.u32 %i, 0;
@@ -211,9 +209,9 @@ _STORE_PAIRS = "\n".join(
     for j in range(8)
 )
 
-# Shared memory: A stages at 0 and 16384, B stages at 32768 and 40960, V at 49152, C at 57344; at 73728 the barriers
-# full 0 and 1, empty 0 and 1, s_ready, p_ready, v_ready, o_ready, and at 73792 the address of tensor memory.
-# Tensor memory: S in columns 0 to 63, P in 64 to 95, O in 128 to 191.
+# Shared memory: A stages at 0 and 16384, B stages at 32768 and 40960, V at 49152, C at 57344; at 73728 the
+# barriers full 0 and 1, empty 0 and 1, s_ready, p_ready, v_ready, o_ready, and at 73792 the address of
+# tensor memory. Tensor memory: S in columns 0 to 63, P in 64 to 95, O in 128 to 191.
 BLACKWELL = f"""
 .version 8.6
 .target sm_100a
@@ -279,8 +277,8 @@ allocated:
   // Producer: one thread of warp 4.
   mbarrier.arrive.expect_tx.shared::cta.b64 %state, [%v_ready], 8192;
   add.u32 %a, %smem, 49152;
-  cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%a], [%mv, {{0, 0}}], [%v_ready];
-  mov.u32 %i, 0;
+  cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%a], [%mv, {{0, 0}}],
+  [%v_ready]; mov.u32 %i, 0;
 produce:
   and.b32 %stage, %i, 1;
   shr.u32 %phase, %i, 1;
@@ -297,12 +295,9 @@ produce:
 {_wait("%empty", "%other", "wait_empty")}
   mbarrier.arrive.expect_tx.shared::cta.b64 %state, [%full], 24576;
   shl.b32 %x, %i, 6;
-  cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%a], [%ma, {{%x, 0}}], [%full];
-  cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%b], [%mb, {{%x, 0}}], [%full];
-  add.u32 %i, %i, 1;
-  setp.lt.u32 %p, %i, %blocks;
-  @%p bra produce;
-  bra finish;
+  cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%a], [%ma, {{%x, 0}}],
+  [%full]; cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%b], [%mb,
+  {{%x, 0}}], [%full]; add.u32 %i, %i, 1; setp.lt.u32 %p, %i, %blocks; @%p bra produce; bra finish;
 
   // One thread of warp 5 issues all products: M 128, N 64, bfloat16 in, float32 out.
 multiply:

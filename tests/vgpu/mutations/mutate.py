@@ -1,8 +1,7 @@
 """Faults applied mechanically to PTX text, each with the causes that a right report may name.
 
-A cause is the name of a check (see coflash.vgpu.CHECKS), "deadlock", or "answer" where the faulty program is a legal
-program that computes something else.
-"""
+A cause is the name of a check (see coflash.vgpu.CHECKS), "deadlock", or "answer" where the faulty program
+is a legal program that computes something else."""
 
 from __future__ import annotations
 
@@ -91,11 +90,15 @@ def dropped_commits(ptx: str) -> Iterator[Mutation]:
 
 def dropped_arrivals(ptx: str) -> Iterator[Mutation]:
     yield from _drop("drop an arrival", ptx, r"^\s*mbarrier\.arrive(?!\.expect)", {"deadlock"})
-    yield from _drop("drop an expecting arrival", ptx, r"^\s*mbarrier\.arrive\.expect_tx", {"deadlock", "barriers"})
+    yield from _drop(
+        "drop an expecting arrival", ptx, r"^\s*mbarrier\.arrive\.expect_tx", {"deadlock", "barriers"}
+    )
     yield from _drop("drop an initialisation", ptx, r"^\s*mbarrier\.init", {"barriers", "deadlock"})
     yield from _drop("drop a copy in", ptx, r"^\s*cp\.async\.bulk\.tensor.*complete_tx", {"deadlock"})
     yield from _drop("drop a copy out", ptx, r"^\s*cp\.async\.bulk\.tensor.*bulk_group", {"answer"})
-    yield from _drop("drop a CTA barrier", ptx, r"^\s*(bar|barrier)\.sync", PHASES | {"tensor_memory", "bounds"})
+    yield from _drop(
+        "drop a CTA barrier", ptx, r"^\s*(bar|barrier)\.sync", PHASES | {"tensor_memory", "bounds"}
+    )
     yield from _drop("drop a cluster arrival", ptx, r"^\s*barrier\.cluster\.arrive", {"deadlock", "barriers"})
     yield from _drop("drop a cluster wait", ptx, r"^\s*barrier\.cluster\.wait", PHASES | {"exit", "bounds"})
 
@@ -105,7 +108,9 @@ def wrong_numbers(ptx: str) -> Iterator[Mutation]:
         """Immediate parities flip; for one in a register see `wrong_parities`."""
         return re.sub(r", ([01]);", lambda m: f", {1 - int(m[1])};", line, count=1)
 
-    yield from _edit("wrong parity", ptx, r"mbarrier\.try_wait.*, [01];", PHASES | {"exit", "tensor_memory"}, parity)
+    yield from _edit(
+        "wrong parity", ptx, r"mbarrier\.try_wait.*, [01];", PHASES | {"exit", "tensor_memory"}, parity
+    )
     for change, text in ((1, "one more"), (-1, "one less")):
 
         def count(line: str, change: int = change) -> str | None:
@@ -136,7 +141,7 @@ def swapped_barriers(ptx: str) -> Iterator[Mutation]:
     """Exchange the barriers of two waits, or of two signals, that name different ones."""
     for kind, pattern in (("waits", r"mbarrier\.try_wait"), ("commits", r"tcgen05\.commit")):
         found = list(_lines(ptx, pattern))
-        for (i, first), (j, second) in zip(found, found[1:]):
+        for (i, first), (j, second) in zip(found, found[1:], strict=False):
             one, two = (re.search(r"\[(%\w+)\]", line)[1] for line in (first, second))
             if one == two or j - i < 6:  # the same barrier, or one wait right after the other: no fault
                 continue
@@ -152,12 +157,19 @@ def wrong_stages(ptx: str) -> Iterator[Mutation]:
         target, shift = re.search(r"shl\.b32 (%\w+), %stage, (\d+);", line).groups()
         new = [f"  xor.b32 {target}, %stage, 1;", f"  shl.b32 {target}, {target}, {shift};"]
         what = "barriers" if shift == "3" else "tiles"
-        yield Mutation(f"off by one stage ({what})", i + 1, line.strip(), _replaced(ptx, i, new), PHASES | {"answer"})
+        yield Mutation(
+            f"off by one stage ({what})", i + 1, line.strip(), _replaced(ptx, i, new), PHASES | {"answer"}
+        )
 
 
 def wrong_descriptors(ptx: str) -> Iterator[Mutation]:
     causes = {"descriptors", "answer", "bounds", *ORDER}
-    for bit, what in ((62, "swizzle bits"), (63, "swizzle bits"), (37, "descriptor stride"), (38, "descriptor stride")):
+    for bit, what in (
+        (62, "swizzle bits"),
+        (63, "swizzle bits"),
+        (37, "descriptor stride"),
+        (38, "descriptor stride"),
+    ):
 
         def flip(line: str, bit: int = bit) -> str:
             return re.sub(r"0x[0-9A-Fa-f]{16}", lambda m: f"0x{int(m[0], 16) ^ 1 << bit:016X}", line)
