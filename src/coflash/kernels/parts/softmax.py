@@ -17,6 +17,7 @@ INFINITY = Float32.inf
 # none worth keeping vanished.
 SUM_MOST = 2.0**100
 SUM_LEAST = 2.0**-32
+HEAVY = 2.0  # a block's sum over the sum before it, above which P counts as rounded
 
 
 class RowState(Fixture):
@@ -36,6 +37,11 @@ class RowState(Fixture):
             self.reference[half] = Float32(-INFINITY)
             self.sum[half] = Float32(0.0)
 
+    def take(self, other: "RowState") -> None:
+        for half in range(2):
+            self.reference[half] = other.reference[half]
+            self.sum[half] = other.sum[half]
+
     def hold(self, scores: cute.Tensor) -> None:
         """Take the block's row maxima as the reference; a row that sees nothing here takes 0."""
         for half, top in enumerate(row_maxima(scores)):
@@ -43,7 +49,9 @@ class RowState(Fixture):
 
     def raise_to(self, scores: cute.Tensor, out: cute.Tensor) -> None:
         """Online: move the reference to the running maximum and bring sum and output down to it."""
-        self.rescale(out, *self.raise_reference(scores))
+        factors, moved = self.raise_reference(scores)
+        self.lower(factors)
+        self.rescale(out, factors, moved)
 
     def raise_reference(self, scores: cute.Tensor) -> tuple[list[Float32], Boolean]:
         """The first half of that: the factor of each row, and whether any maximum moved."""
@@ -58,12 +66,15 @@ class RowState(Fixture):
             self.reference[half] = after
         return factors, moved
 
+    def lower(self, factors: list[Float32]) -> None:
+        """Bring the sums down to the new reference."""
+        for half in range(2):
+            self.sum[half] = self.sum[half] * factors[half]
+
     @cute.jit
     def rescale(self, out: cute.Tensor, factors, moved: Boolean):
-        """A warp none of whose maxima moved skips the multiplications."""
+        """Bring the output down; a warp none of whose maxima moved skips the multiplications."""
         if cute.arch.vote_any_sync(moved):
-            for half in cutlass.range_constexpr(2):
-                self.sum[half] = self.sum[half] * factors[half]
             for i in cutlass.range_constexpr(cute.size(out)):
                 out[i] = out[i] * factors[i // 2 % 2]
 
@@ -78,20 +89,36 @@ class RowState(Fixture):
         for i in range(cute.size(scores)):
             scores[i] = ptx.exp2(scores[i] * self.scale + minus[i // 2 % 2])
 
-    def pack(self, scores: cute.Tensor, words: cute.Tensor) -> None:
-        """Probabilities to the A operand of the second product, and their sum.
+    @cute.jit
+    def add(self, scores: cute.Tensor, first: cutlass.Constexpr[bool] = False):
+        """Probabilities into the row sums.
 
-        With `rounded_sum` the sum is of what the product will really use: with a held maximum a dominating
-        probability is no power of two, and its rounding would otherwise not cancel in the quotient."""
-        totals = [[self.sum[0]], [self.sum[1]]]
+        What divides the output should be the sum of what its product used, P rounded to 16 bits: with a held
+        maximum a dominating probability is no power of two, and its rounding would not cancel in the quotient.
+        That costs an unpacking of every element, and matters only where one element is most of its row: a warp
+        takes it on for blocks that hold more than 2/3 of some thread's sum.  Not for the first block, whose
+        largest probability is 1."""
+        block = [Float32(0.0), Float32(0.0)]
+        for i in cutlass.range_constexpr(cute.size(scores)):
+            block[i // 2 % 2] = block[i // 2 % 2] + scores[i]
+        upper, lower = block
+        if cutlass.const_expr(self.rounded_sum and not first):
+            heavy = (upper > self.sum[0] * HEAVY) | (lower > self.sum[1] * HEAVY)
+            if cute.arch.vote_any_sync(heavy):
+                for i in cutlass.range_constexpr(0, cute.size(scores), 2):
+                    low, high = ptx.unpack_bf16(ptx.pack(scores[i], scores[i + 1], self.dtype))
+                    error = (low - scores[i]) + (high - scores[i + 1])
+                    if cutlass.const_expr(i // 2 % 2 == 0):
+                        upper = upper + error
+                    else:
+                        lower = lower + error
+        self.sum[0] = self.sum[0] + upper
+        self.sum[1] = self.sum[1] + lower
+
+    def pack(self, scores: cute.Tensor, words: cute.Tensor) -> None:
+        """Probabilities to the A operand of the second product."""
         for i in range(cute.size(words)):
-            low, high = scores[2 * i], scores[2 * i + 1]
-            words[i] = ptx.pack(low, high, self.dtype)
-            if self.rounded_sum:
-                low, high = ptx.unpack_bf16(words[i])
-            totals[i % 2][0] = totals[i % 2][0] + (low + high)
-        for half in range(2):
-            self.sum[half] = totals[half][0]
+            words[i] = ptx.pack(scores[2 * i], scores[2 * i + 1], self.dtype)
 
     # ---- the end ----
 

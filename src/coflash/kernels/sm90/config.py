@@ -16,7 +16,7 @@ ROWS = 64  # query rows of one warpgroup: the M of a wgmma
 WORK_SLOTS = 2  # tiles the scheduler may be ahead, each with a verdict to come back (see forward.py)
 
 # Registers a thread of a warpgroup holds after the split: (load warpgroup, compute warpgroup).
-REGISTER_SPLIT = {1: (56, 256 - 8), 2: (24, 240), 3: (32, 160), 4: (24, 120)}
+REGISTER_SPLIT = {1: (56, 256 - 8), 2: (24, 240), 3: (32, 160), 4: (24, 112)}
 
 NAMES = {"bf16": "bfloat16", "fp16": "float16"}
 
@@ -51,7 +51,7 @@ class ForwardConfig:
     softmax: str = "held"  # "held": the first block's maximum is kept; "online": the running maximum
     rounded_sum: bool = True  # row sums of P as rounded to 16 bits
     overlap: int = 1  # products with V that softmax leaves running: see Warpgroup.step
-    order: bool = False  # the warpgroups take turns at issuing products
+    chained: bool = False  # the next tile's first scores are computed beside this tile's last product
     dynamic: bool = True  # tiles are handed out by a counter; else every block strides through them
     blocks_per_sm: int = 1
 
@@ -73,10 +73,14 @@ class ForwardConfig:
             raise ValueError(f"pack_heads {self.pack_heads}: 1 to {ROWS}")
         if self.shared_bytes * self.blocks_per_sm > SHARED_BYTES:
             raise ValueError(f"shared memory: {self.shared_sum()} of {SHARED_BYTES // self.blocks_per_sm}")
-        if self.accumulator_registers > self.registers[1] - 24:
+        load, compute = self.registers
+        split = WARPGROUP * (load + compute * self.warpgroups)
+        if split > self.threads * self.entry_registers:  # a warpgroup would wait for registers for ever
+            raise ValueError(f"register split: {split} of the {self.threads * self.entry_registers} at entry")
+        if self.accumulator_registers > self.registers[1] - 20:
             raise ValueError(
                 f"registers: S {self.tile_n // 2} + O {self.tile_d_v // 2}"
-                f" + P {self.tile_n // 4 * self.overlap} + 24 of {self.registers[1]}"
+                f" + P {self.tile_n // 4 * self.overlap} + 20 of {self.registers[1]}"
             )
 
     # ---- what follows from the choices ----
@@ -109,7 +113,7 @@ class ForwardConfig:
         """Registers of a thread after the split: load warpgroup, compute warpgroups."""
         if self.blocks_per_sm == 1:
             return REGISTER_SPLIT[self.warpgroups]
-        return {2: (24, 112)}[self.warpgroups]
+        return {2: (24, 104)}[self.warpgroups]
 
     @property
     def entry_registers(self) -> int:

@@ -72,6 +72,7 @@ class Forward:
             block=[config.threads, 1, 1],
             stream=given["stream"],
             min_blocks_per_mp=config.blocks_per_sm,
+            preferred_smem_carveout=100,
         )
 
     # ---- layouts ----
@@ -272,10 +273,14 @@ class Forward:
                 kind = Int32(EXACT)
                 settled = Int32(0)
             else:
-                kind = self.find_tile(tile, tile_heads, operands, info, lane)
+                kind, tiles_in_all = self.find_tile(tile, blocks, tile_heads, operands, info, lane)
                 if kind == TILE:
                     tile = self.next_tile(tile, blocks, operands, lane)
                 else:
+                    if cutlass.const_expr(c.dynamic):
+                        # As many tiles are asked for as there are: the block told the last number cleans up.
+                        if tile - blocks == tiles_in_all - 1:
+                            operands.tile_counter[0] = Int32(0)
                     settled = settled + 1
                     if settled == verdicts:
                         kind = Int32(END)
@@ -289,21 +294,34 @@ class Forward:
             slots.advance()
             if (kind == TILE) | (kind == EXACT):
                 self.load_tile(
-                    info, q_rings, k_ring, v_ring, atoms, tensors, shared, storage, operands, lane, short_v_phase
+                    info,
+                    q_rings,
+                    k_ring,
+                    v_ring,
+                    atoms,
+                    tensors,
+                    shared,
+                    storage,
+                    operands,
+                    lane,
+                    short_v_phase,
                 )
 
     @cute.jit
-    def find_tile(self, tile, heads, operands, info, lane):
-        """Where tile number `tile` lies, into `info`; the answer is TILE, or NOTHING behind the last one."""
+    def find_tile(self, tile, blocks, heads, operands, info, lane):
+        """Where tile number `tile` lies, into `info`.  The answer is TILE, or NOTHING behind the last one and
+        then the number of tiles there are."""
         c = self.config
         batch, _, _, max_q, max_k = operands.shape
-        kind = Int32(NOTHING)
+        kind, before = Int32(NOTHING), Int32(0)
         rows = c.positions * c.warpgroups
         if cutlass.const_expr(not (c.packed_q or c.seqused_q)):
             m_blocks = cute.ceil_div(max_q, rows)
-            if tile < m_blocks * heads * batch:
+            before = m_blocks * heads * batch
+            if tile < before:
                 kind = Int32(TILE)
-                section = tiles.section_heads(2 * max_k * (c.head_dim + c.head_dim_v), heads * batch)
+                kv_bytes = 2 * max_k * (c.head_dim + c.head_dim_v)
+                section = tiles.section_heads(kv_bytes, m_blocks, heads * batch, blocks)
                 m_block, head = tiles.place(tile, m_blocks, heads * batch, section)
                 b = head // heads
                 info[M_BLOCK] = m_block
@@ -314,7 +332,7 @@ class Forward:
                 self.find_keys(info, operands)
         else:
             # Sequences differ: 32 at a time, lane i counts the tiles of sequence `first + i`.
-            first, before = Int32(0), Int32(0)
+            first = Int32(0)
             while (kind == NOTHING) & (first < batch):
                 b = first + lane
                 length, begin = self.query_span(b, operands)
@@ -335,15 +353,15 @@ class Forward:
                     info[SEQLEN_Q] = cute.arch.shuffle_sync(length, owner)
                     info[FIRST_Q] = cute.arch.shuffle_sync(begin, owner)
                     self.find_keys(info, operands)
-                    section = tiles.section_heads(2 * info[SEQLEN_K] * (c.head_dim + c.head_dim_v), heads)
-                    m_block, head = tiles.place(
-                        tile - start, cute.arch.shuffle_sync(m_blocks, owner), heads, section
-                    )
+                    kv_bytes = 2 * info[SEQLEN_K] * (c.head_dim + c.head_dim_v)
+                    own_blocks = cute.arch.shuffle_sync(m_blocks, owner)
+                    section = tiles.section_heads(kv_bytes, own_blocks, heads, blocks)
+                    m_block, head = tiles.place(tile - start, own_blocks, heads, section)
                     info[M_BLOCK] = m_block
                     info[HEAD] = head
                 first = first + 32
                 before = before + total
-        return kind
+        return kind, before
 
     @cute.jit
     def query_span(self, b, operands):
@@ -508,7 +526,6 @@ class Forward:
         q = a.make_fragment_A(a.partition_A(shared_q))
         k = a.make_fragment_B(a.partition_B(shared_k))
         v = b.make_fragment_B(b.partition_B(shared_v))
-        scores = a.make_fragment_C(a.partition_shape_C((ROWS, c.tile_n)))
         out = b.make_fragment_C(b.partition_shape_C((ROWS, c.tile_d_v)))
         words = [cute.make_rmem_tensor((c.tile_n // 4,), Int32) for _ in range(max(c.overlap, 1))]
         probabilities = [
@@ -532,60 +549,49 @@ class Forward:
         scale = operands.softmax_scale * ptx.LOG2_E
         if cutlass.const_expr(c.softcap):
             scale = Float32(ptx.LOG2_E)
-        state = RowState(scale, self.dtype, c.rounded_sum)
+        states = [RowState(scale, self.dtype, c.rounded_sum) for _ in range(2)]
         side = Warpgroup(
             self,
             group,
             thread,
             lane,
-            (scores_mma, out_mma),
+            (scores_mma, out_mma, a),
             (q, k, v),
-            (scores, out, words, probabilities),
+            (out, words, probabilities),
             (q_ring, k_ring, v_ring),
-            state,
+            states,
             operands,
         )
-
-        kind = Int32(TILE)
-        while kind != END:
-            slots.wait_full()
-            slot = slots.stage
-            kind = work[KIND, slot]
-            if (kind == TILE) | (kind == EXACT):
-                info = work[None, slot]  # read where needed: registers are dear in between
-                side.tile(info, kind == EXACT)
-                bad = side.finish(info)
-                if cutlass.const_expr(c.softmax == "held"):
-                    if cute.arch.vote_any_sync(bad):
-                        failed[slot] = Int32(1)
-            cute.arch.sync_warp()
-            if lane == 0:
-                cute.arch.mbarrier_arrive(storage.work_empty.data_ptr() + slot)
-            slots.advance()
+        side.tiles(slots, work, failed)
 
 
 class Warpgroup(Fixture):
     """The place of one compute warpgroup: its operands, registers and rings."""
 
-    def __init__(self, kernel, group, thread, lane, mmas, fragments, registers, rings, state, operands):
+    def __init__(self, kernel, group, thread, lane, mmas, fragments, registers, rings, states, operands):
         self.kernel, self.config = kernel, kernel.config
         self.group, self.thread, self.lane = group, thread, lane
-        self.scores_mma, self.out_mma = mmas
+        self.scores_mma, self.out_mma, self.scores_slice = mmas
         self.q, self.k, self.v = fragments
-        self.scores, self.out, self.words, self.probabilities = registers
+        self.out, self.words, self.probabilities = registers
         self.q_ring, self.k_ring, self.v_ring = rings
-        self.state = state
+        self.state, self.coming = states  # of the tile in hand, and of the next one where it has begun
         self.operands = operands
 
     # ---- products ----
 
-    def multiply_k(self) -> None:
-        """Issue S = Q K^T on the next K stage."""
+    def multiply_k(self) -> cute.Tensor:
+        """Issue S = Q K^T on the next K stage.  S gets registers of its own each time: were they said to be the
+        last block's, the assembler would see them written while other products run, and serialise all products."""
         self.k_ring.wait_full()
+        scores = self.scores_slice.make_fragment_C(
+            self.scores_slice.partition_shape_C((ROWS, self.config.tile_n))
+        )
         warpgroup.fence()
         q = self.q[None, None, None, self.group * self.config.q_stages + self.q_ring.stage]
-        gemm(self.scores_mma, self.scores, q, self.k[None, None, None, self.k_ring.stage], fresh=True)
+        gemm(self.scores_mma, scores, q, self.k[None, None, None, self.k_ring.stage], fresh=True)
         warpgroup.commit_group()
+        return scores
 
     def multiply_v(self, at_hand: int) -> None:
         """Issue O += P V on the next V stage."""
@@ -609,45 +615,70 @@ class Warpgroup(Fixture):
             cute.arch.mbarrier_arrive(of.empty + of.stage)
         of.advance()
 
-    # ---- one tile ----
+    # ---- tiles ----
 
     @cute.jit
-    def tile(self, info, exact):
-        """The tile's products: leaves `out` and the row sums undivided."""
+    def tiles(self, slots, work, failed):
+        """Every tile the block is given, until the end is announced."""
         c = self.config
-        seqlen_q, seqlen_k = info[SEQLEN_Q], info[SEQLEN_K]
-        rows = c.positions * c.warpgroups
-        low, high = self.kernel.key_blocks(info[M_BLOCK] * rows, rows, seqlen_q, seqlen_k, self.operands)
-        first = info[M_BLOCK] * rows + self.group * c.positions
-        own_low, own_high = self.kernel.key_blocks(first, c.positions, seqlen_q, seqlen_k, self.operands)
-        positions, _, _ = self.rows(info)
-        offset = seqlen_k - seqlen_q
-
-        self.out.fill(0.0)
-        self.state.start()
-        limits = self.limits(positions, offset, seqlen_k)
-        if high > low:
-            self.q_ring.wait_full()
-            j = high - 1
-            while j >= own_high:  # blocks that only later rows of the tile see
-                self.pass_block()
-                j = j - 1
-            if own_high > own_low:
-                if exact:
-                    self.exactly(j, own_low, limits)
+        slots.wait_full()
+        kind = work[KIND, slots.stage]
+        begun = Boolean(False)  # the probabilities of the tile's first block are at hand
+        while kind != END:
+            slot = slots.stage
+            info = work[None, slot]  # read where needed: registers are dear in between
+            slots.advance()
+            bad, plain = Boolean(False), Boolean(False)
+            if kind == TILE:
+                plain = self.sees_keys(info)
+            if plain:
+                if not begun:
+                    self.first_block(info)
+                self.other_blocks(info)
+                begun = Boolean(False)
+                if cutlass.const_expr(c.chained):
+                    slots.wait_full()
+                    following = work[None, slots.stage]
+                    begun = (following[KIND] == TILE) & self.sees_keys(following)
+                    if begun:
+                        bad = self.last_product_and_next(info, following)
+                    else:
+                        bad = self.last_product(info)
                 else:
-                    self.fast(j, own_low, first, offset, seqlen_k, limits)
-                j = own_low - 1
-            else:
-                self.release(self.q_ring)
-            while j >= low:  # blocks that only earlier rows of the tile see
-                self.pass_block()
-                j = j - 1
+                    bad = self.last_product(info)
+            elif (kind == TILE) | (kind == EXACT):
+                self.apart(info)
+            if cutlass.const_expr(c.softmax == "held"):
+                if cute.arch.vote_any_sync(bad):
+                    failed[slot] = Int32(1)
+            cute.arch.sync_warp()
+            if self.lane == 0:
+                cute.arch.mbarrier_arrive(slots.empty + slot)
+            slots.wait_full()
+            kind = work[KIND, slots.stage]
+
+    def span(self, info) -> tuple[Int32, Int32, Int32, Int32]:
+        """Key blocks [low, high) of the whole tile, and those of this warpgroup's rows."""
+        c = self.config
+        rows = c.positions * c.warpgroups
+        lengths = info[SEQLEN_Q], info[SEQLEN_K]
+        low, high = self.kernel.key_blocks(info[M_BLOCK] * rows, rows, *lengths, self.operands)
+        own = self.kernel.key_blocks(self.first(info), c.positions, *lengths, self.operands)
+        return low, high, *own
+
+    def sees_keys(self, info) -> Boolean:
+        """Whether any of this warpgroup's rows sees a key."""
+        _, _, own_low, own_high = self.span(info)
+        return own_high > own_low
+
+    def first(self, info) -> Int32:
+        """Query position of the warpgroup's first row."""
+        return (info[M_BLOCK] * self.config.warpgroups + self.group) * self.config.positions
 
     def rows(self, info):
         """Query position and head of this thread's two rows, and whether they exist."""
         c = self.config
-        first = (info[M_BLOCK] * c.warpgroups + self.group) * c.positions
+        first = self.first(info)
         positions, heads, valid = [], [], []
         for half in range(2):
             row = self.thread // 32 * 16 + self.lane // 4 + 8 * half
@@ -662,9 +693,12 @@ class Warpgroup(Fixture):
             valid.append(there)
         return positions, heads, valid
 
-    def limits(self, positions, offset, seqlen_k):
+    def limits(self, info):
         """The keys each row sees: [low, high); low is None without a left bound."""
         c = self.config
+        positions, _, _ = self.rows(info)
+        seqlen_k = info[SEQLEN_K]
+        offset = seqlen_k - info[SEQLEN_Q]
         high = [seqlen_k, seqlen_k]
         low = None
         if c.bounded_right:
@@ -675,54 +709,136 @@ class Warpgroup(Fixture):
         return low, high
 
     @cute.jit
-    def pass_block(self):
-        """A block that none of this warpgroup's rows sees."""
-        self.k_ring.wait_full()
-        self.release(self.k_ring)
-        self.v_ring.wait_full()
-        self.release(self.v_ring)
+    def pass_blocks(self, ring: Ring, count):
+        """Blocks that none of this warpgroup's rows sees."""
+        while count > 0:
+            ring.wait_full()
+            self.release(ring)
+            count = count - 1
 
-    def visible(self, j, limits, masked: bool) -> None:
+    def visible(self, scores, j, limits, masked: bool) -> None:
         """Softcap and mask on the scores of block j."""
         c = self.config
         if c.softcap:
-            softmax.cap(self.scores, self.operands.softmax_scale, self.operands.softcap)
+            softmax.cap(scores, self.operands.softmax_scale, self.operands.softcap)
         if masked:
             low, high = limits
-            softmax.mask(self.scores, j * c.tile_n + self.lane % 4 * 2, low, high)
+            softmax.mask(scores, j * c.tile_n + self.lane % 4 * 2, low, high)
+
+    # ---- blocks of a tile, from the last to the first ----
 
     @cute.jit
-    def fast(self, j, low, first, offset, seqlen_k, limits):
-        """Blocks j to low: the first one, then three loops: cut on the right, whole, cut on the left."""
+    def first_block(self, info):
+        """Enter a tile: its first probabilities, with nothing running beside them."""
+        _, high, _, own_high = self.span(info)
+        self.q_ring.wait_full()
+        self.pass_blocks(self.k_ring, high - own_high)
+        self.pass_blocks(self.v_ring, high - own_high)
+        scores = self.multiply_k()
+        warpgroup.wait_group(0)
+        self.release(self.k_ring)
+        self.first_probabilities(info, scores, self.state)
+        self.out.fill(0.0)
+        self.state.pack(scores, self.words[0])
+
+    def first_probabilities(self, info, scores, state: RowState) -> None:
+        _, _, _, own_high = self.span(info)
+        self.visible(scores, own_high - 1, self.limits(info), True)
+        state.start()
+        if self.config.softmax == "held":
+            state.hold(scores)
+        else:
+            state.raise_reference(scores)
+        state.exponentials(scores)
+        state.add(scores, first=True)
+
+    @cute.jit
+    def other_blocks(self, info):
+        """Three loops: blocks cut on the right, whole ones, blocks cut on the left."""
         c = self.config
-        until, clear_low = seqlen_k, low
+        _, _, low, high = self.span(info)
+        first = self.first(info)
+        offset = info[SEQLEN_K] - info[SEQLEN_Q]
+        limits = self.limits(info)
+        until, clear_low = info[SEQLEN_K], low
         if cutlass.const_expr(c.bounded_right):
             until = ptx.least(until, first + offset + self.operands.window_right + 1)
         clear_high = ptx.most(until, Int32(0)) // c.tile_n
         if cutlass.const_expr(c.bounded_left):
             since = first + c.positions - 1 + offset - self.operands.window_left
             clear_low = (ptx.most(since, Int32(0)) + c.tile_n - 1) // c.tile_n
-
-        self.multiply_k()
-        warpgroup.wait_group(0)
-        self.release(self.k_ring)
-        self.visible(j, limits, True)
-        if cutlass.const_expr(c.softmax == "held"):
-            self.state.hold(self.scores)
-        else:
-            self.state.raise_reference(self.scores)
-        self.state.exponentials(self.scores)
-        self.state.pack(self.scores, self.words[0])
-        j = j - 1
+        j = high - 2
         if cutlass.const_expr(c.bounded_right):
             j = self.steps(j, ptx.most(clear_high, clear_low), limits, True)
         j = self.steps(j, clear_low, limits, False)
         if cutlass.const_expr(c.bounded_left):
             j = self.steps(j, low, limits, True)
         self.release(self.q_ring)
+
+    @cute.jit
+    def last_product(self, info):
+        """Leave a tile with nothing else to do meanwhile."""
+        low, _, own_low, _ = self.span(info)
         self.multiply_v(0)
         warpgroup.wait_group(0)
         self.release_v(1)
+        self.pass_blocks(self.k_ring, own_low - low)
+        self.pass_blocks(self.v_ring, own_low - low)
+        return self.finish(info)
+
+    @cute.jit
+    def last_product_and_next(self, info, following):
+        """Leave a tile and enter the next one: its first scores and probabilities beside the last product."""
+        low, _, own_low, _ = self.span(info)
+        _, high, _, own_high = self.span(following)
+        unseen = (own_low - low) + (high - own_high)
+        self.q_ring.wait_full()
+        self.pass_blocks(self.k_ring, unseen)
+        scores = self.multiply_k()
+        self.multiply_v(0)
+        warpgroup.wait_group(1)
+        self.release(self.k_ring)
+        self.first_probabilities(following, scores, self.coming)
+        warpgroup.wait_group(0)
+        self.release_v(1)
+        self.pass_blocks(self.v_ring, unseen)
+        bad = self.finish(info)
+        self.state.take(self.coming)
+        self.out.fill(0.0)
+        self.state.pack(scores, self.words[0])
+        return bad
+
+    @cute.jit
+    def apart(self, info):
+        """A tile out of the ordinary: none of this warpgroup's rows sees a key, or a held maximum failed some row
+        of the tile, which is done again with a running maximum, nothing overlapped."""
+        low, high, own_low, own_high = self.span(info)
+        limits = self.limits(info)
+        self.out.fill(0.0)
+        self.state.start()
+        if high > low:
+            self.q_ring.wait_full()
+            passed = ptx.least(high - own_high, high - low)
+            self.pass_blocks(self.k_ring, passed)
+            self.pass_blocks(self.v_ring, passed)
+            j = high - 1 - passed
+            while (j >= own_low) & (own_high > own_low):
+                scores = self.multiply_k()
+                warpgroup.wait_group(0)
+                self.release(self.k_ring)
+                self.visible(scores, j, limits, True)
+                self.state.raise_to(scores, self.out)
+                self.state.exponentials(scores)
+                self.state.add(scores)
+                self.state.pack(scores, self.words[0])
+                self.multiply_v(0)
+                warpgroup.wait_group(0)
+                self.release_v(1)
+                j = j - 1
+            self.release(self.q_ring)
+            self.pass_blocks(self.k_ring, j + 1 - low)
+            self.pass_blocks(self.v_ring, j + 1 - low)
+        self.finish(info)
 
     @cute.jit
     def steps(self, j, low, limits, masked: cutlass.Constexpr[bool]):
@@ -733,8 +849,8 @@ class Warpgroup(Fixture):
                 self.step(j, limits, masked, 0, 1, j != begun)
                 self.step(j - 1, limits, masked, 1, 0, True)
                 j = j - 2
+            warpgroup.wait_group(0)
             if begun > low:
-                warpgroup.wait_group(0)
                 self.release_v(1)
         while j >= low:
             self.step(j, limits, masked, 0, 0, False)
@@ -759,7 +875,7 @@ class Warpgroup(Fixture):
         c = self.config
         deep = at_hand != into
         if cutlass.const_expr(c.overlap > 0):
-            self.multiply_k()
+            scores = self.multiply_k()
             self.multiply_v(at_hand)
             warpgroup.wait_group(1)
             if cutlass.const_expr(deep):
@@ -769,36 +885,21 @@ class Warpgroup(Fixture):
             self.multiply_v(at_hand)
             warpgroup.wait_group(0)
             self.release_v(1)
-            self.multiply_k()
+            scores = self.multiply_k()
             warpgroup.wait_group(0)
         self.release(self.k_ring)
-        self.visible(j, limits, masked)
+        self.visible(scores, j, limits, masked)
         if cutlass.const_expr(c.softmax == "online"):
-            factors, moved = self.state.raise_reference(self.scores)
-        self.state.exponentials(self.scores)
+            factors, moved = self.state.raise_reference(scores)
+            self.state.lower(factors)
+        self.state.exponentials(scores)
+        self.state.add(scores)
         if cutlass.const_expr(c.overlap > 0 and (c.softmax == "online" or not deep)):
             warpgroup.wait_group(0)
             self.release_v(1)
         if cutlass.const_expr(c.softmax == "online"):
             self.state.rescale(self.out, factors, moved)
-        self.state.pack(self.scores, self.words[into])
-
-    @cute.jit
-    def exactly(self, j, low, limits):
-        """Blocks j to low with a running maximum, nothing overlapped: for tiles that a held maximum failed."""
-        while j >= low:
-            self.multiply_k()
-            warpgroup.wait_group(0)
-            self.release(self.k_ring)
-            self.visible(j, limits, True)
-            self.state.raise_to(self.scores, self.out)
-            self.state.exponentials(self.scores)
-            self.state.pack(self.scores, self.words[0])
-            self.multiply_v(0)
-            warpgroup.wait_group(0)
-            self.release_v(1)
-            j = j - 1
-        self.release(self.q_ring)
+        self.state.pack(scores, self.words[into])
 
     @cute.jit
     def finish(self, info):
@@ -810,7 +911,7 @@ class Warpgroup(Fixture):
         bad = Boolean(False)
         if cutlass.const_expr(c.softmax == "held"):
             for half in cutlass.range_constexpr(2):
-                bad = bad | (valid[half] & ~state.in_bounds(half))
+                bad = bad | (valid[half] & ~(state.in_bounds(half) & finite(self.out, half)))
         pointers = []
         for half in cutlass.range_constexpr(2):
             down = Float32(1.0)
@@ -835,7 +936,6 @@ class Warpgroup(Fixture):
                         operands.lse[info[BATCH], heads[half], positions[half]] = value
         store_rows(self.out, pointers, valid, c.head_dim_v, self.kernel.dtype, self.lane)
         return bad
-
 
     @cute.jit
     def sink_of(self, head, valid):
@@ -872,7 +972,7 @@ def fake_arguments(config: ForwardConfig) -> dict[str, Any]:
     """What `argument_names` names, in types that a kernel is compiled for.
 
     q, k, v, out have any strides whose last is 1 and whose others are multiples of 8 elements (16 bytes).
-    `tile_counter` is one int32 that starts at 0 and that every launch leaves at 0: launches that may run at
+    `tile_counter` begins with an int32 that is 0 at the start and that every launch leaves 0: launches that may run at
     the same time need one each.  `num_blocks` is how many blocks the device runs at once."""
     dtype = DTYPES[config.dtype]
     batch, heads_q, heads_kv = (cute.sym_int() for _ in range(3))
@@ -904,7 +1004,7 @@ def fake_arguments(config: ForwardConfig) -> dict[str, Any]:
         "window_left": Int32(0),
         "window_right": Int32(0),
         "softcap": Float32(0.0),
-        "tile_counter": vector(Int32, 1),
+        "tile_counter": vector(Int32, cute.sym_int()),
         "num_blocks": Int32(0),
         "stream": make_fake_stream(use_tvm_ffi_env_stream=True),
     }
@@ -935,6 +1035,15 @@ def gemm(mma, out, a, b, fresh: bool) -> None:
     for i in range(cute.size(a, mode=[2])):
         cute.gemm(atom, out, a[None, None, i], b[None, None, i], out)
         atom.set(warpgroup.Field.ACCUMULATE, True)
+
+
+def finite(out: cute.Tensor, half: int) -> Boolean:
+    """Whether a thread's row of an accumulator has no infinity and no NaN: 0 times any of them is not 0."""
+    probe = Float32(0.0)
+    for i in range(cute.size(out)):
+        if i // 2 % 2 == half:
+            probe = probe + out[i] * Float32(0.0)
+    return probe == 0.0
 
 
 def partition(atom, shared, source):
