@@ -7,6 +7,8 @@ import numpy as np
 from coflash.vgpu.launch import Buffer, Launch
 from coflash.vgpu.machine import Machine
 
+from .on_hardware import Watch
+
 THREADS = 128
 
 
@@ -102,8 +104,10 @@ def run(
         shared_bytes=image.shape[1] + extra_shared,
         buffers=buffers,
     )
+    watch = Watch(launch)
     report = Machine(arch=arch, schedule=schedule, seed=1).run(launch)
     assert not report.findings, "\n\n".join(str(f) for f in report.findings)
+    watch.finished()
     return output
 
 

@@ -10,6 +10,7 @@ from coflash.vgpu.launch import Buffer, Launch
 from coflash.vgpu.machine import Machine
 from coflash.vgpu.tensormap import TensorMap
 
+from .on_hardware import Watch
 from .test_tma import swizzle
 
 HEAD = """
@@ -48,8 +49,10 @@ def run(
         shared_bytes=BARRIER + 1024,
         buffers=buffers,
     )
+    watch = Watch(launch)
     report = Machine(arch="sm_90a", schedule=schedule, seed=3).run(launch)
     assert not report.findings, "\n\n".join(str(f) for f in report.findings)
+    watch.finished()
 
 
 def make_map(array: np.ndarray, element: str, box: tuple[int, ...], span: int = 0) -> TensorMap:
