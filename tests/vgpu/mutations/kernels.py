@@ -23,6 +23,9 @@ from coflash.vgpu.tensormap import TensorMap, encode
 BLOCKS = 6  # of 64 columns of A and B: three rounds of a ring of two stages
 
 
+_LOAD = "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+
+
 def _wait(barrier: str, parity: str, label: str) -> str:
     return f"""
 {label}:
@@ -115,11 +118,15 @@ produce:
 {_wait("%empty", "%other", "wait_empty")}
   mbarrier.arrive.expect_tx.shared::cta.b64 %state, [%full], 16384;
   shl.b32 %x, %i, 6;
-  cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%a], [%ma, {{%x,
-  %row}}], [%full]; shl.b32 %y, %rank, 12; add.u32 %bd, %b, %y; shl.b32 %y, %rank, 5;
-  cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%bd],
-  [%mb, {{%x, %y}}], [%full], %both; add.u32 %i, %i, 1; setp.lt.u32 %p, %i, %blocks; @%p bra produce; bra
-  finish;
+  {_LOAD} [%a], [%ma, {{%x, %row}}], [%full];
+  shl.b32 %y, %rank, 12;
+  add.u32 %bd, %b, %y;
+  shl.b32 %y, %rank, 5;
+  {_LOAD}.multicast::cluster [%bd], [%mb, {{%x, %y}}], [%full], %both;
+  add.u32 %i, %i, 1;
+  setp.lt.u32 %p, %i, %blocks;
+  @%p bra produce;
+  bra finish;
 
 consumer:
   mov.u32 %i, 0;
@@ -277,8 +284,8 @@ allocated:
   // Producer: one thread of warp 4.
   mbarrier.arrive.expect_tx.shared::cta.b64 %state, [%v_ready], 8192;
   add.u32 %a, %smem, 49152;
-  cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%a], [%mv, {{0, 0}}],
-  [%v_ready]; mov.u32 %i, 0;
+  {_LOAD} [%a], [%mv, {{0, 0}}], [%v_ready];
+  mov.u32 %i, 0;
 produce:
   and.b32 %stage, %i, 1;
   shr.u32 %phase, %i, 1;
@@ -295,9 +302,12 @@ produce:
 {_wait("%empty", "%other", "wait_empty")}
   mbarrier.arrive.expect_tx.shared::cta.b64 %state, [%full], 24576;
   shl.b32 %x, %i, 6;
-  cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%a], [%ma, {{%x, 0}}],
-  [%full]; cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%b], [%mb,
-  {{%x, 0}}], [%full]; add.u32 %i, %i, 1; setp.lt.u32 %p, %i, %blocks; @%p bra produce; bra finish;
+  {_LOAD} [%a], [%ma, {{%x, 0}}], [%full];
+  {_LOAD} [%b], [%mb, {{%x, 0}}], [%full];
+  add.u32 %i, %i, 1;
+  setp.lt.u32 %p, %i, %blocks;
+  @%p bra produce;
+  bra finish;
 
   // One thread of warp 5 issues all products: M 128, N 64, bfloat16 in, float32 out.
 multiply:
