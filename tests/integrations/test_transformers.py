@@ -267,6 +267,65 @@ def test_relative_position_bias():
     )
 
 
+def test_encoder_with_windows(masks):
+    """ModernBERT: windows to both sides in every second layer, and padding."""
+    config = transformers.ModernBertConfig(
+        **COMMON,
+        local_attention=6,
+        global_attn_every_n_layers=2,
+        bos_token_id=1,
+        eos_token_id=2,
+        cls_token_id=1,
+        sep_token_id=2,
+    )
+    padding = LEFT.flip(1)
+    compare(
+        lambda: transformers.ModernBertModel(config),
+        valid=padding,
+        input_ids=tokens(),
+        attention_mask=padding,
+    )
+    assert {(mask.band.left, mask.band.right) for mask in masks} >= {(3, 3), (None, None)}
+
+
+def test_latent_attention():
+    """DeepSeek-V3: values narrower than keys."""
+    config = transformers.DeepseekV3Config(
+        **COMMON,
+        num_key_value_heads=4,
+        moe_intermediate_size=16,
+        n_routed_experts=4,
+        n_group=1,
+        topk_group=1,
+        num_experts_per_tok=2,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=16,
+        v_head_dim=12,
+        first_k_dense_replace=2,
+    )
+    compare(
+        lambda: transformers.DeepseekV3ForCausalLM(config),
+        valid=LEFT,
+        input_ids=tokens(),
+        attention_mask=LEFT,
+    )
+
+
+def test_images_packed_by_the_model():
+    """Qwen2-VL's vision tower packs images of different sizes and hands over their lengths."""
+    from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
+    from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
+
+    config = Qwen2VLVisionConfig(
+        depth=2, embed_dim=32, hidden_size=32, num_heads=4, mlp_ratio=2, patch_size=4
+    )
+    grid = torch.tensor([[1, 4, 4], [1, 8, 4]])
+    patches = torch.randn(int(grid.prod(1).sum()), 3 * 2 * 4 * 4)
+    compare(lambda: Qwen2VisionTransformerPretrainedModel(config), hidden_states=patches, grid_thw=grid)
+
+
 def test_gradient_checkpointing():
     eager, ours = pair(llama)
     ids = tokens()
