@@ -20,6 +20,8 @@ from tests.compiler.scale_config import ScaleConfig
 
 from coflash.compiler import CompileError, Job, builder, cache, compile_to, dsl, resources
 
+pytestmark = pytest.mark.xdist_group("compiler-dsl")  # one worker process, one fixture for each architecture
+
 ARCHS = ("sm_90a", "sm_100a", "sm_103a")
 needs_objdump = pytest.mark.skipif(not shutil.which("objdump"), reason="needs binutils")
 
