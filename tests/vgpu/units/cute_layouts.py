@@ -6,6 +6,7 @@ The DSL fixes its architecture when it is imported, so it runs in a process of i
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
 import os
 import re
@@ -16,6 +17,14 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import pytest
+
+
+def needs_dsl(test: Any) -> Any:
+    """For tests that ask the DSL: skipped where it is missing, and in one process, which keeps its answers."""
+    missing = importlib.util.find_spec("cutlass") is None
+    test = pytest.mark.skipif(missing, reason="nvidia-cutlass-dsl is missing")(test)
+    return pytest.mark.xdist_group("printed layouts")(test)
 
 
 def printed(arch: str, body: str) -> dict[str, str]:

@@ -3,19 +3,13 @@ descriptor."""
 
 from __future__ import annotations
 
-import importlib.util
-
 import numpy as np
 import pytest
 
 from coflash.vgpu.units import descriptors
 from coflash.vgpu.units.descriptors import DescriptorError, MatrixDescriptor
 
-from .cute_layouts import parse, printed, table
-
-needs_dsl = pytest.mark.skipif(
-    importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is missing"
-)
+from .cute_layouts import needs_dsl, parse, printed, table
 
 
 def wgmma(start: int, leading: int, stride: int, mode: int, base: int = 0) -> int:

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import numpy as np
 import pytest
 
 from coflash.vgpu.units import tmem
 from coflash.vgpu.units.formats import UnsupportedInstruction
 
-from .cute_layouts import printed, table
-
-needs_dsl = pytest.mark.skipif(
-    importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is missing"
-)
+from .cute_layouts import needs_dsl, printed, table
 
 COLUMNS = {"32x32b": 1, "16x64b": 2, "16x128b": 4, "16x256b": 8, "16x32bx2": 2}
 
