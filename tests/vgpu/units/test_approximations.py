@@ -10,6 +10,8 @@ import pytest
 from coflash.vgpu.units import arith
 from coflash.vgpu.units.arith import UnsupportedInstruction
 
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
 NAN, INF = np.nan, np.inf
 MAX = float(np.finfo(np.float32).max)
 
