@@ -10,6 +10,7 @@ Recorded results are compared bit for bit with the virtual GPU's whenever a test
 from __future__ import annotations
 
 import ctypes
+import gzip
 import hashlib
 import pickle
 import sys
@@ -88,7 +89,7 @@ def pack(path: str) -> None:
     on_hardware._packed = []
     pytest.main(["-q", "-p", "no:cacheprovider", str(Path(__file__).parent), "-k", "kernels"])
     cases = {case["key"]: case for case in on_hardware._packed}
-    Path(path).write_bytes(pickle.dumps(list(cases.values())))
+    Path(path).write_bytes(gzip.compress(pickle.dumps(list(cases.values()))))
     print(f"{len(cases)} launches in {path}")
 
 
@@ -186,7 +187,7 @@ def execute(driver: Driver, case: dict[str, Any]) -> list[np.ndarray]:
 def run(path: str, out: str) -> None:
     driver = Driver()
     recorded, failed, different = {}, 0, 0
-    for case in pickle.loads(Path(path).read_bytes()):
+    for case in pickle.loads(gzip.decompress(Path(path).read_bytes())):
         try:
             results = execute(driver, case)
         except RuntimeError as error:
