@@ -173,6 +173,7 @@ class ForwardConfig:
             "work_full": WORK_SLOTS,
             "work_free": WORK_SLOTS,
             "launch_answer": 1,
+            "launch_read": 1,
         }
 
     def shared_parts(self) -> dict[str, int]:

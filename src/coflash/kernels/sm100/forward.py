@@ -30,7 +30,7 @@ from coflash.kernels.sm100.output import Target, store_bytes
 from coflash.kernels.sm100.products import Products
 from coflash.kernels.sm100.shared import Barrier, Ring, Shared
 from coflash.kernels.sm100.softmax import HalfRows, Rows
-from coflash.kernels.sm100.work import END, SKIP, Call, TileOrder, Work
+from coflash.kernels.sm100.work import END, ITEM, SKIP, Call, TileOrder, Work
 
 ELEMENTS = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 INFINITY = Float32.inf
@@ -221,14 +221,15 @@ class Forward:
             "stats_free": 4,  # epilogue warps of this CTA
             "work_full": 1,  # the scheduler
             "work_free": 8 + 4 + 2,  # softmax and epilogue warps, load thread, MMA thread
-            "launch_answer": 1,
+            "launch_answer": 1,  # the scheduler expects the bytes
+            "launch_read": 1,  # the other CTA's scheduler
         }
 
     # ---- scheduler ----
 
     @cute.jit
     def schedule(self, call, sh, rank):
-        """Decide which tile comes next and tell all roles, up to WORK_SLOTS tiles ahead."""
+        """Decide which item comes next and tell all roles, up to WORK_SLOTS items ahead."""
         c = self.config
         cluster, clusters = cute.arch.block_idx()[0] // c.ctas, cute.arch.grid_dim()[0] // c.ctas
         ring = Ring(sh.work_full, sh.work_free, WORK_SLOTS, producer=True)
@@ -237,12 +238,46 @@ class Forward:
         words.fill(0)
         index = Int32(cluster)
         more = cutlass.Boolean(True)
-        while more:
-            order.locate(index, words)
-            if words[7] != SKIP:
-                self.publish(sh, ring, words)
-            more = words[7] != END
-            index = index + clusters
+        if cutlass.const_expr(c.dynamic):
+            # A launched cluster is an item; this one takes over those that have not started.
+            answer = Barrier(sh.launch_answer)
+            read = Barrier(sh.launch_read, first=1)
+            while more:
+                self.ask(sh, rank, read)
+                order.locate(index, words)
+                if words[7] == ITEM:
+                    self.publish(sh, ring, words)
+                answer.wait()
+                taken, first = op.launch_answer(sh.launch)
+                prims.fence_proxy("async_shared", space="cta")
+                cute.arch.sync_warp()
+                if cutlass.const_expr(c.ctas == 2):
+                    if rank == 1:
+                        if prims.elect_sync():
+                            op.arrive_at(sh.launch_read, 0)
+                index = first // c.ctas
+                more = taken != 0
+            words[7] = Int32(END)
+            self.publish(sh, ring, words)
+        else:
+            while more:
+                order.locate(index, words)
+                if words[7] != SKIP:
+                    self.publish(sh, ring, words)
+                more = words[7] != END
+                index = index + clusters
+
+    @cute.jit
+    def ask(self, sh, rank, read):
+        """For the next cluster; in a pair the leader asks for both, when the other has read the last answer."""
+        pair = self.config.ctas == 2
+        if cutlass.const_expr(pair):
+            if rank == 0:
+                read.wait(cluster=True)
+        if prims.elect_sync():
+            prims.mbarrier_arrive_expect_tx(op.shared(sh.launch_answer), 16)
+            if rank == 0:
+                op.ask_for_launch(sh.launch, sh.launch_answer, pair=pair)
 
     @cute.jit
     def publish(self, sh, ring, words):
@@ -350,31 +385,33 @@ class Forward:
         work = Work(call, sh, Int32(0))
         kv = Ring(sh.kv_full, sh.kv_empty, c.kv_stages, producer=False)
         products = Products(self, sh, columns)
-        lo, hi = Int32(0), Int32(0)
+        started = cutlass.Boolean(False)  # whether the item's first scores are under way
         work.take_alone()
-        self.skip_empty(work)
-        if work.exists:
-            lo, hi = work.blocks()
-            kv.wait_full()
-            for t in cutlass.range_constexpr(c.q_tiles):
-                self.scores(work, products, t, hi - 1, kv.stage)
-            products.commit(kv.empty_at(kv.stage))
-            kv.advance()
         while work.exists:
             lo, hi = work.blocks()
             ranges = [work.blocks_of(t) for t in range(c.q_tiles)]
+            if (lo < hi) & (started == cutlass.Boolean(False)):
+                kv.wait_full()
+                for t in cutlass.range_constexpr(c.q_tiles):
+                    self.scores(work, products, t, hi - 1, kv.stage)
+                products.commit(kv.empty_at(kv.stage))
+                kv.advance()
+            started = cutlass.Boolean(False)
             j = hi - 1
-            while j >= lo:
+            if lo == hi:
+                work.take_alone()
+            while (j >= lo) & (lo < hi):
                 kv.wait_full()
                 v_stage = Int32(kv.stage)
                 kv.advance()
-                if j == lo:
-                    work.take_alone()
-                    self.skip_empty(work)
                 following = j - 1
+                more = j > lo
                 if j == lo:
+                    # One item ahead, not more: the others free the slots of later items after this one.
+                    work.take_alone()
                     following = work.blocks()[1] - 1
-                more = (j > lo) | work.exists
+                    more = work.exists & (following >= 0)
+                    started = more
                 for t in cutlass.range_constexpr(c.q_tiles):
                     if (ranges[t][0] <= j) & (j < ranges[t][1]):
                         products.values(t, t, v_stage, j == ranges[t][1] - 1, j == ranges[t][0])
@@ -419,14 +456,6 @@ class Forward:
                 j = j - 1
             buffer = buffer ^ 1
             work.take_alone()
-
-    @cute.jit
-    def skip_empty(self, work):
-        """On to the next item that sees any keys: the others have no products."""
-        looking = work.exists & (work.blocks()[1] == 0)
-        while looking:
-            work.take_alone()
-            looking = work.exists & (work.blocks()[1] == 0)
 
     @cute.jit
     def scores(self, work, products, t, j, k_stage):

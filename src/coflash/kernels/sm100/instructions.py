@@ -249,6 +249,30 @@ def pack16(low: Float32, high: Float32, dtype: str, *, loc: Any = None, ip: Any 
     return Int32(ptx(T.i32(), f"cvt.rn.{to}.f32 $0, $1, $2;", "=r,f,f", high, low, pure=True, loc=loc, ip=ip))
 
 
+# ---- cluster launch control ----
+
+
+@dsl_user_op
+def ask_for_launch(answer: Int32, barrier: Int32, *, pair: bool, loc: Any = None, ip: Any = None) -> None:
+    """Take over a cluster that has not started; the answer (16 bytes) counts at `barrier`, in a pair in both CTAs."""
+    everywhere = ".multicast::cluster::all" if pair else ""
+    text = f"clusterlaunchcontrol.try_cancel.async.shared::cta.mbarrier::complete_tx::bytes{everywhere}.b128 [$0], [$1];"
+    ptx(None, text, "r,r", answer, barrier, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def launch_answer(answer: Int32, *, loc: Any = None, ip: Any = None) -> tuple[Int32, Int32]:
+    """Whether a cluster was taken over (1 or 0), and the x coordinate of its first CTA."""
+    text = (
+        "{\n\t.reg .b128 answer;\n\t.reg .pred taken;\n\tld.shared.b128 answer, [$2];\n\t"
+        "clusterlaunchcontrol.query_cancel.is_canceled.pred.b128 taken, answer;\n\t"
+        "selp.b32 $0, 1, 0, taken;\n\tmov.b32 $1, 0;\n\t"
+        "@taken clusterlaunchcontrol.query_cancel.get_first_ctaid::x.b32.b128 $1, answer;\n\t}"
+    )
+    fields = ptx(llvm.StructType.get_literal([T.i32()] * 2), text, "=&r,=&r,r", answer, loc=loc, ip=ip)
+    return tuple(Int32(llvm.extractvalue(T.i32(), fields, [i], loc=loc, ip=ip)) for i in range(2))
+
+
 # ---- global memory ----
 
 

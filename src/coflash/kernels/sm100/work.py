@@ -51,7 +51,7 @@ class Call(Fixture):
 
 
 class TileOrder(Fixture):
-    """Item number `index` of the whole call. A warp walks it, with rising numbers."""
+    """Item number `index` of the whole call, found by a warp; rising numbers are found fastest."""
 
     def __init__(self, call: Call) -> None:
         self.call = call
@@ -80,6 +80,9 @@ class TileOrder(Fixture):
         c = self.call.config
         lane = cute.arch.lane_idx()
         words[7] = Int32(END)
+        if index < self.passed[1]:
+            self.passed[0] = Int32(0)
+            self.passed[1] = Int32(0)
         searching = self.passed[0] < self.call.batch
         while searching:
             mine = self.passed[0] + lane
