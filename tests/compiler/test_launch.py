@@ -22,12 +22,19 @@ def test_arguments_are_bound_by_name():
     calls = []
     bound = launch.bind(
         lambda *arguments: calls.append(arguments),
-        ("seqused_q", "out", "lse", "softmax_scale", "window_left", "cu_seqlens_q", "softcap"),
+        ("page_table", "out", "lse", "softmax_scale", "window_left", "softcap"),
         {"window_left": 128, "softcap": 30.0, "max_seqlen_q": 7},
     )
-    operands = SimpleNamespace(seqused_q="USED", softmax_scale=0.125, cu_seqlens_q="CU")
-    bound(operands, "OUT", None)
-    assert calls == [("USED", "OUT", None, 0.125, 128, "CU", 30.0)]
+    bound(SimpleNamespace(page_table="PAGES", softmax_scale=0.125), "OUT", None)
+    assert calls == [("PAGES", "OUT", None, 0.125, 128, 30.0)]
+
+
+def test_lengths_are_given_contiguous():
+    given = []
+    lengths = torch.arange(8, dtype=torch.int32)[::2]
+    bound = launch.bind(lambda *arguments: given.extend(arguments), ("cu_seqlens_k", "seqused_q"), {})
+    bound(SimpleNamespace(cu_seqlens_k=lengths, seqused_q=lengths), None, None)
+    assert all(x.is_contiguous() and x.tolist() == [0, 2, 4, 6] for x in given)
 
 
 def layouts():

@@ -62,8 +62,10 @@ def _factory(arguments: tuple[str, ...], bound: tuple[str, ...]) -> Callable[...
         "lse": "lse",
         "sink": "operands.sink.float().contiguous()",
         "softmax_scale": "positive(operands.softmax_scale)",
-        "tile_counter": "tile_counter(operands.q.device)",
+        "tile_counter": "tile_counter(operands.q)",
     }
+    for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"):
+        special[name] = f"operands.{name}.contiguous()"
     terms = [special.get(name, name if name in bound else f"operands.{name}") for name in arguments]
     inner = f"lambda operands, out, lse: function({', '.join(terms)})"
     return eval(f"lambda {', '.join(('function', *bound))}: {inner}", globals())  # names of arguments only
@@ -99,19 +101,17 @@ COUNTER_WORDS = 1
 _counters: dict[tuple[int, int], torch.Tensor] = {}
 
 
-def tile_counter(device: torch.device) -> torch.Tensor:
+def tile_counter(q: torch.Tensor) -> torch.Tensor:
     """The zeroed counter that a dynamic scheduler draws tiles from, and leaves zeroed.
 
     Kernels on one stream run one after the other and share one. While a CUDA graph is captured the counter
     comes from the graph's own memory and is zeroed in the graph, which may later run beside anything else.
     """
-    if device.type != "cuda":
-        return torch.zeros(COUNTER_WORDS, dtype=torch.int32, device=device)
-    if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(COUNTER_WORDS, dtype=torch.int32, device=device)
-    index = device.index
+    index = q.get_device()
+    if index < 0 or torch._C._cuda_isCurrentStreamCapturing():
+        return torch.zeros(COUNTER_WORDS, dtype=torch.int32, device=q.device)
     key = (index, torch._C._cuda_getCurrentRawStream(index))
     counter = _counters.get(key)
     if counter is None:
-        counter = _counters[key] = torch.zeros(COUNTER_WORDS, dtype=torch.int32, device=device)
+        counter = _counters[key] = torch.zeros(COUNTER_WORDS, dtype=torch.int32, device=q.device)
     return counter
