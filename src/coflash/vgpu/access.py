@@ -14,7 +14,7 @@ from .decode import Program, handles
 from .machine import FULL, Convoy, Cta, Fault, Step
 from .memory import UINT, OutOfBounds
 from .ptx import Imm, Instruction, Mem, Operand, PtxError, Reg, Sink, Sym, Vec
-from .sync import groups, report_conflict, rows_of
+from .sync import groups, remote_access, report_conflict, rows_of
 from .units import layouts
 
 _TYPES = ("b8", "u8", "s8", "b16", "u16", "s16", "f16", "bf16", "b32", "u32", "s32", "f32", "b64", "u64", "s64", "f64", "b128",
@@ -161,6 +161,8 @@ def load(c: Convoy, span: Span, where: NDArray | None, width: int, count: int) -
     if span.space == "global":
         return machine.memory.load(span.addresses, width, count)
     if span.space == "shared":
+        if span.cta is not c.cta:
+            remote_access(c, span.cta, rows_of(c, where), "reads")
         if machine.track:
             span.cta.shared.check(span.addresses, width * count)
             track_shared(c, span, where, width * count, False)
@@ -179,6 +181,8 @@ def store(c: Convoy, span: Span, where: NDArray | None, values: NDArray, width: 
         machine.idle_polls = 0
         return
     if span.space == "shared":
+        if span.cta is not c.cta:
+            remote_access(c, span.cta, rows_of(c, where), "writes to")
         if machine.track:
             span.cta.shared.check(span.addresses, width * count)
             track_shared(c, span, where, width * count, True)

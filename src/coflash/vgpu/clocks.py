@@ -9,6 +9,10 @@ A warp carries two clocks. `vc[GENERIC]` is everything that happened before; `vc
 async proxy sees: a write through the generic proxy gets there when a fence.proxy.async lies between it and the
 synchronisation. Generic accesses are held against the first, asynchronous ones against the second (as it was when they
 were issued). Barriers join and hand over both.
+
+The third clock, `vc[TENSOR]`, is what tcgen05.fence orders: a thread's own tcgen05.ld and st get into it at a
+fence::before_thread_sync (a commit does that by itself), and what barriers bring arrives in it at a
+fence::after_thread_sync. tcgen05 operations are held against it too, in kernels that use these fences at all.
 """
 
 from __future__ import annotations
@@ -19,9 +23,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-GENERIC, ASYNC = 0, 1
+GENERIC, ASYNC, TENSOR = 0, 1, 2
 CAPACITY = 4096
-Clock = NDArray[np.int32]  # [2, CAPACITY]
+Clock = NDArray[np.int32]  # [3, CAPACITY]
 
 
 class Clocks:
@@ -33,12 +37,15 @@ class Clocks:
         self.asynchronous = np.zeros(CAPACITY, np.bool_)
         self.index: dict[Any, int] = {}
         self.used = warps + 1
-        self.vc = np.zeros((2, warps, CAPACITY), np.int32)
+        self.vc = np.zeros((3, warps, CAPACITY), np.int32)
+        self.unfenced = np.zeros((warps, CAPACITY), np.int32)  # brought by barriers, no fence::after yet
+        self.tensor = np.zeros(CAPACITY, np.bool_)
+        self.tensor_fences = False
         own = np.arange(warps)
         self.vc[GENERIC, own, own + 1] = 1
 
-    def component(self, key: Any, name: str) -> int:
-        """The number of an asynchronous agent."""
+    def component(self, key: Any, name: str, tensor: bool = False) -> int:
+        """The number of an asynchronous agent; `tensor` for those whose order tcgen05.fence is about."""
         found = self.index.get(key)
         if found is None:
             if self.used >= CAPACITY:
@@ -46,11 +53,12 @@ class Clocks:
             found = self.index[key] = self.used
             self.names.append(name)
             self.asynchronous[found] = True
+            self.tensor[found] = tensor
             self.used += 1
         return found
 
     def fresh(self) -> Clock:
-        return np.zeros((2, CAPACITY), np.int32)
+        return np.zeros((3, CAPACITY), np.int32)
 
     def release(self, rows: list[int] | NDArray[np.intp], into: Clock) -> None:
         """What these warps know goes into a synchronisation object."""
@@ -68,8 +76,18 @@ class Clocks:
         """What a synchronisation object holds becomes known to these warps."""
         n = self.used
         for r in rows:
-            mine = self.vc[:, r, :n]
-            np.maximum(mine, source[:, :n], out=mine)
+            mine = self.vc[:TENSOR, r, :n]
+            np.maximum(mine, source[:TENSOR, :n], out=mine)
+            if self.tensor_fences:
+                np.maximum(self.unfenced[r, :n], source[TENSOR, :n], out=self.unfenced[r, :n])
+
+    def tensor_fence(self, row: int, after: bool, own: list[int]) -> None:
+        """tcgen05.fence: before_thread_sync hands over the warp's own accesses, after_thread_sync takes in others'."""
+        mine = self.vc[TENSOR, row]
+        if after:
+            np.maximum(mine, self.unfenced[row], out=mine)
+        else:
+            mine[own] = self.vc[GENERIC, row, own]
 
     def proxy_fence(self, rows: list[int] | NDArray[np.intp]) -> None:
         """fence.proxy.async: what the warp knows, the async proxy sees from here on."""
@@ -81,7 +99,7 @@ class Clocks:
     def observe(self, rows: list[int] | NDArray[np.intp], component: int, time: int) -> None:
         """The warp has waited for an asynchronous agent up to a time."""
         for r in rows:
-            column = self.vc[:, r, component]
+            column = self.vc[:TENSOR, r, component]
             np.maximum(column, time, out=column)
 
     def snapshot(self, row: int) -> Clock:
@@ -99,13 +117,15 @@ class Conflict:
     time: int
     pc: int
     earlier: str  # "written" or "read"
+    fence: bool = False  # ordered but for a tcgen05.fence
 
 
 class Shadow:
     """For every cell of a memory: who wrote it last, who has read it since, and when."""
 
-    def __init__(self, cells: int, clocks: Clocks):
+    def __init__(self, cells: int, clocks: Clocks, tensor: bool = False):
         self.clocks = clocks
+        self.tensor = tensor
         self.writer = np.zeros(cells, np.int32)
         self.write_time = np.zeros(cells, np.int32)
         self.write_pc = np.full(cells, -1, np.int32)
@@ -168,7 +188,11 @@ class Shadow:
     def async_read(self, cells: NDArray, clock: Clock, component: int, time: int, pc: int) -> Conflict | None:
         writer, when = self.writer[cells], self.write_time[cells]
         bad = when > clock[ASYNC][writer]
-        conflict = self._first(bad, cells, writer, when) if bad.any() else None
+        conflict = None
+        if bad.any():
+            conflict = self._first(bad, cells, writer, when)
+        elif self.tensor and self.clocks.tensor_fences:
+            conflict = self._unfenced(cells, clock, writer, when)
         slot = self.slot(component)
         self.read_time[slot, cells] = time
         self.read_pc[slot, cells] = pc
@@ -190,9 +214,27 @@ class Shadow:
             late = seen > clock[GENERIC][self.slot_component[:used]][:, None]
             if late.any():
                 conflict = self._reader(late, seen, cells)
+        if conflict is None and self.tensor and self.clocks.tensor_fences:
+            conflict = self._unfenced(cells, clock, writer, when)
+            if conflict is None and self.slots:
+                used = len(self.slots)
+                slots = self.slot_component[:used]
+                seen = self.read_time[:used, cells]
+                late = (seen > clock[TENSOR][slots][:, None]) & self.clocks.tensor[slots][:, None]
+                if late.any():
+                    conflict = self._reader(late, seen, cells)
+                    conflict.fence = True
         self.writer[cells] = component
         self.write_time[cells] = time
         self.write_pc[cells] = pc
+        return conflict
+
+    def _unfenced(self, cells: NDArray, clock: Clock, writer: NDArray, when: NDArray) -> Conflict | None:
+        bad = (when > clock[TENSOR][writer]) & self.clocks.tensor[writer]
+        if not bad.any():
+            return None
+        conflict = self._first(bad, cells, writer, when)
+        conflict.fence = True
         return conflict
 
     def _first(self, bad: NDArray, cells: NDArray, component: NDArray, time: NDArray) -> Conflict:

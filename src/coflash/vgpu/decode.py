@@ -242,6 +242,7 @@ class Program:
         if problems:
             raise problems[0]
         self.uses_wgmma = any(i.op.startswith("wgmma.mma") for i in instructions)
+        self.uses_tensor_fences = any(i.op.startswith("tcgen05.fence") for i in instructions)
         watch = {"pending_registers", "tensor_load_wait", "races"} & self.machine.checks
         if watch and (self.uses_wgmma or any(i.op.startswith("tcgen05.ld") for i in instructions)):
             from . import tensor

@@ -320,6 +320,7 @@ class Cluster:
         threads = launch.block[0] * launch.block[1] * launch.block[2]
         if machine.track:  # only then does anything look at them
             self.clocks = Clocks(cx * cy * cz * -(-threads // 32))
+            self.clocks.tensor_fences = machine.program.uses_tensor_fences and "tensor_fence" in machine.checks
         gx, gy, _ = launch.grid
         self.ctas: list[Cta] = []
         for rank in range(cx * cy * cz):
@@ -583,7 +584,7 @@ class Machine:
             budget -= 1
             if not budget:
                 # A loop that touches no memory and no barrier will never be left.
-                now = int(hits[self.program.visible].sum())
+                now = int(hits[: len(self.program.visible)][self.program.visible].sum())
                 if now == seen:
                     raise Fault(
                         "barriers",
@@ -633,7 +634,7 @@ class Machine:
                 self._start(self.origins.popleft())
             elif self.idle_polls > 20_000:
                 self._deadlock()
-                raise Fault("barriers", "every warp that can run only polls memory that nobody will change")
+                raise Fault("deadlock", "every warp that can run only polls memory that nobody will change")
         return STOP
 
     def _unstick(self) -> bool:

@@ -10,13 +10,15 @@ CHECKS = {
     "alignment": "addresses that are not a multiple of the access's size",
     "uninitialised": "reads of shared or tensor memory that nobody wrote",
     "races": "conflicting accesses that no barrier, fence or wait orders, across proxies too",
+    "deadlock": "every warp waits, or polls memory that nobody changes, or loops for ever",
     "barriers": "misuse of named barriers, mbarriers and cluster barriers",
     "tensor_memory": "tensor memory not freed, used without allocation or after its release, overlapping",
     "registers": "register budgets: setmaxnreg beyond the pool, or out of its rules",
     "descriptors": "matrix descriptors, instruction descriptors and tensor maps that mean nothing",
     "pending_registers": "registers that an asynchronous instruction still owns (wgmma without wait_group)",
     "tensor_load_wait": "registers of a tcgen05.ld read before tcgen05.wait::ld",
-    "exit": "asynchronous operations still in flight when their CTA ends",
+    "tensor_fence": "tcgen05 operations of different threads without tcgen05.fence (in kernels that use it at all)",
+    "exit": "a CTA that ends before asynchronous operations or other CTAs' accesses to its memory are over",
 }
 
 

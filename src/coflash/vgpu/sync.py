@@ -54,6 +54,19 @@ def start(cta: Cta) -> None:
     cta.registers_left = 0
 
 
+def remote_access(c: Convoy, target: Cta, rows: list[int], what: str) -> None:
+    """A warp touches another CTA's shared memory: that CTA must live, and may end only after this is over."""
+    machine = c.machine
+    if target.live == 0:
+        machine.finding("exit", f"{what} shared memory of {target}, which has ended.", c)
+        return
+    if machine.races:
+        clocks = target.cluster.clocks
+        table = target.extra.setdefault("remote", {})
+        for row in rows:
+            table[row] = (int(clocks.vc[0, row, row + 1]), c.pc, what)
+
+
 # ---- Named barriers -----------------------------------------------------------------------------------------------
 
 
@@ -393,6 +406,8 @@ def cta_mbarrier(cta: Cta, offset: int, at: Any) -> MBarrier:
 def async_mbarrier(cta: Cta, offset: int, at: Any) -> MBarrier:
     """The mbarrier that an asynchronous operation signals: its initialisation must have passed a fence."""
     barrier = cta_mbarrier(cta, offset, at)
+    if cta.live == 0:
+        cta.machine.finding("exit", f"an asynchronous operation signals the {barrier}, whose CTA has ended.", at)
     if not barrier.fenced and cta.machine.races:
         cta.machine.finding(
             "races",
@@ -568,6 +583,8 @@ def mbarrier_arrive(program: Program, i: Instruction) -> Step:
             if which is not None and len(rows) > 1:
                 lanes = c.shape.slice_rows if where is None else c.shape.slice_rows[where]
                 mine = [int(r) for r in np.unique(lanes[which])]
+            if barrier.cta is not c.cta:
+                remote_access(c, barrier.cta, mine, "arrives at an mbarrier in")
             if machine.track:
                 check_initialised(c, barrier, mine)
                 if arrive and barrier.clock is not None:
@@ -787,14 +804,30 @@ def release(warps: list[Warp], into: Any, relaxed: bool) -> None:
 
 
 def warp_ended(warp: Warp) -> None:
+    cta = warp.cta
+    if cta.machine.races and "remote" in cta.extra:
+        known = cta.cluster.clocks.vc[0, warp.row]
+        seen = cta.extra.get("exit clock")
+        cta.extra["exit clock"] = known.copy() if seen is None else np.maximum(seen, known)
     if warp.cta.cluster.barrier is not None:
         check_cluster_barrier(warp.cta)
 
 
 def cta_ended(cta: Cta) -> None:
     machine = cta.machine
+    seen = cta.extra.get("exit clock")
+    for row, (time, pc, what) in cta.extra.get("remote", {}).items():
+        if seen is not None and seen[row + 1] < time:
+            machine.finding(
+                "exit",
+                f"{cta} may end before {warp_of(cta, row)} of {warp_of(cta, row).cta} {what} {cta}: no barrier orders its end "
+                "after that.",
+                warp_of(cta, row),
+                pc=pc,
+            )
     for barrier in cta.mbarriers.values():
-        if barrier.tx:
+        # Bytes still expected may be a producer's last, unused turn; bytes that nobody expected are always wrong.
+        if barrier.tx < 0:
             machine.finding(
                 "barriers",
                 f"the CTA ends with the {barrier} in the middle of a phase ({barrier.state}): the bytes expected and "
@@ -873,7 +906,7 @@ def explain_deadlock(machine: Machine) -> None:
         if line not in seen:
             seen.append(line)
     message = "deadlock: nothing can go on. " + "; ".join(seen[:24])
-    machine.finding("barriers", message + ".", place, key="deadlock")
+    machine.finding("deadlock", message + ".", place, key="deadlock")
 
 
 # ---- Conflicts in words -------------------------------------------------------------------------------------------
@@ -898,6 +931,16 @@ def report_conflict(
     where = f"shared+{conflict.location * cell:#x}" if space == "shared" else str(conflict.location)
     if space == "tensor":
         where = f"tensor memory lanes {conflict.location // 512 * 16}.., column {conflict.location % 512}"
+    if conflict.fence:
+        machine.finding(
+            "tensor_fence",
+            f"{what} {where} of {cta}, which {earlier} {conflict.earlier} at {program.words(conflict.pc)}. A barrier orders the "
+            "two, but not for tcgen05: a tcgen05.fence::before_thread_sync before the barrier or a "
+            "tcgen05.fence::after_thread_sync behind it is missing.",
+            at,
+            pc=pc,
+        )
+        return
     asynchronous_earlier = bool(clocks.asynchronous[conflict.component])
     now_async = not isinstance(at, Convoy)
     hint = _missing_order(asynchronous_earlier, now_async, conflict, earlier, at, clocks)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .access import _vector
-from .clocks import Shadow
+from .clocks import GENERIC, TENSOR, Shadow
 from .control import gather
 from .copies import Agent, _shared_address, _value, snapshot, threads_of
 from .decode import Program, handles
@@ -518,7 +518,7 @@ class TensorMemory:
         self.permit = True
         self.shadow: Shadow | None = None
         if cta.machine.track:
-            self.shadow = Shadow(LANES // GRANULE * COLUMNS, cta.cluster.clocks)
+            self.shadow = Shadow(LANES // GRANULE * COLUMNS, cta.cluster.clocks, tensor=True)
             # Tensor memory may be read where never written only by mistake; nothing clears it at allocation.
 
     def check(self, at: Any, first: int, count: int, what: str) -> None:
@@ -667,8 +667,8 @@ class WarpTensor:
         self.pending: list[int] = []
         if warp.cta.machine.track:
             clocks = warp.cta.cluster.clocks
-            self.component_ld = clocks.component(("tld", warp.row), f"the tcgen05.ld of {warp} of {warp.cta}")
-            self.component_st = clocks.component(("tst", warp.row), f"the tcgen05.st of {warp} of {warp.cta}")
+            self.component_ld = clocks.component(("tld", warp.row), f"the tcgen05.ld of {warp} of {warp.cta}", True)
+            self.component_st = clocks.component(("tst", warp.row), f"the tcgen05.st of {warp} of {warp.cta}", True)
 
 
 def _warp_tensor(warp: Warp) -> WarpTensor:
@@ -782,7 +782,7 @@ def tensor_access(program: Program, i: Instruction) -> Step:
                     c,
                 )
         if machine.races:
-            clock = snapshot(warp)
+            clock = tensor_snapshot(warp)
             conflict = shadow.async_read(cells, clock, state.component_ld, state.loads, c.pc)  # type: ignore[arg-type]
             report_conflict(c, conflict, "tensor", c.cta, 1, "reads")
 
@@ -797,7 +797,7 @@ def tensor_access(program: Program, i: Instruction) -> Step:
     ) -> None:
         state.stores += 1
         number_ = state.stores
-        clock = snapshot(warp)
+        clock = tensor_snapshot(warp)
         if clock is not None:
             clock[:, state.component_st] = number_
 
@@ -843,7 +843,26 @@ def tensor_wait(program: Program, i: Instruction) -> Step:
 
 @handles("tcgen05.fence::before_thread_sync", "tcgen05.fence::after_thread_sync")
 def tensor_fence(program: Program, i: Instruction) -> Step:
-    return lambda c: None
+    after = "fence::after_thread_sync" in i.parts
+
+    def step(c: Convoy) -> None:
+        if not c.machine.track:
+            return
+        for warp in c.shape.warps:
+            state = _warp_tensor(warp)
+            c.cta.cluster.clocks.tensor_fence(warp.row, after, [state.component_ld, state.component_st])
+
+    return step
+
+
+def tensor_snapshot(warp: Warp) -> Any:
+    """The clock of a tcgen05 operation: a warp's own accesses need no fence for itself."""
+    clock = snapshot(warp)
+    if clock is not None:
+        state = _warp_tensor(warp)
+        own = [state.component_ld, state.component_st]
+        clock[TENSOR, own] = clock[GENERIC, own]
+    return clock
 
 
 # ---- The tcgen05 pipe: mma, cp, shift, commit ---------------------------------------------------------------------
@@ -860,7 +879,7 @@ class Pipe:
         self.component = 0
         if cta.machine.track:
             self.component = cta.cluster.clocks.component(
-                ("tcgen05", cta.rank), f"the tensor cores (tcgen05) of {cta}"
+                ("tcgen05", cta.rank), f"the tensor cores (tcgen05) of {cta}", True
             )
 
 
@@ -876,7 +895,7 @@ def _pipe_queue(c: Convoy, warp: Warp, kind: str, label: str, run: Any) -> None:
     pipe = pipe_of(c.cta)
     pipe.issued += 1
     number = pipe.issued
-    clock = snapshot(warp)
+    clock = tensor_snapshot(warp)
     if clock is not None:
         clock[:, pipe.component] = number
 
