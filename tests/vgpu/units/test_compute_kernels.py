@@ -20,32 +20,94 @@ REGISTER = {16: "h", 32: "r", 64: "d"}
 FORMS = """
 add.f32 32 32 : 32 | sub.f32 32 32 : 32 | mul.f32 32 32 : 32 | fma.rn.f32 32 32 32 : 32
 add.rm.ftz.f32 32 32 : 32 | div.rn.f32 32 32 : 32 | sqrt.rn.f32 32 : 32 | max.f32 32 32 : 32
-max.f32 32 32 32 : 32 | min.NaN.f32 32 32 : 32 | neg.f32 32 : 32 | abs.f32 32 : 32
-copysign.f32 32 32 : 32 | ex2.approx.ftz.f32 32 : 32 | lg2.approx.f32 32 : 32 | rcp.approx.ftz.f32 32 : 32
-tanh.approx.f32 32 : 32 | rsqrt.approx.f32 32 : 32 | add.f64 64 64 : 64 | fma.rn.f64 64 64 64 : 64
-add.rn.f32x2 64 64 : 64 | sub.rn.f32x2 64 64 : 64 | mul.rn.f32x2 64 64 : 64 | fma.rn.f32x2 64 64 64 : 64
-add.rm.f32x2 64 64 : 64 | add.f16 16 16 : 16 | fma.rn.bf16 16 16 16 : 16 | add.rn.bf16x2 32 32 : 32
-fma.rn.f16x2 32 32 32 : 32 | max.bf16x2 32 32 : 32 | add.f32.bf16 16 32 : 32
-fma.rn.f32.f16 16 16 32 : 32 | ex2.approx.ftz.bf16x2 32 : 32 | tanh.approx.f16 16 : 16
-cvt.rn.bf16x2.f32 32 32 : 32 | cvt.rn.f16x2.f32 32 32 : 32 | cvt.rn.bf16.f32 32 : 16
-cvt.f32.bf16 16 : 32 | cvt.rn.f16.f32 32 : 16 | cvt.f32.f16 16 : 32 | cvt.rzi.s32.f32 32 : 32
-cvt.rn.f32.s32 32 : 32 | cvt.f64.f32 32 : 64 | cvt.rn.f32.f64 64 : 32
-cvt.rn.satfinite.e4m3x2.f32 32 32 : 16 | cvt.rn.f16x2.e4m3x2 16 : 32 | cvt.rn.f32.u64 64 : 32
-cvt.rna.tf32.f32 32 : 32 | cvt.u64.u32 32 : 64 | cvt.s64.s32 32 : 64 | cvt.u32.u64 64 : 32
-cvt.u32.u16 16 : 32 | cvt.s32.s16 16 : 32 | cvt.u16.u32 32 : 16 | add.s32 32 32 : 32 | sub.s64 64 64 : 64
-mul.lo.s32 32 32 : 32 | mul.hi.u32 32 32 : 32 | mul.hi.s64 64 64 : 64 | mul.wide.u32 32 32 : 64
-mul.wide.s16 16 16 : 32 | mad.lo.s32 32 32 32 : 32 | mad.wide.u32 32 32 64 : 64 | mad.hi.s32 32 32 32 : 32
-div.s32 32 32 : 32 | rem.u32 32 32 : 32 | min.s32 32 32 : 32 | max.u64 64 64 : 64 | abs.s32 32 : 32
-neg.s32 32 : 32 | sad.s32 32 32 32 : 32 | and.b32 32 32 : 32 | or.b64 64 64 : 64 | xor.b16 16 16 : 16
-not.b32 32 : 32 | shl.b32 32 32 : 32 | shl.b64 64 32 : 64 | shr.u32 32 32 : 32 | shr.s32 32 32 : 32
-shr.s16 16 32 : 16 | shf.l.wrap.b32 32 32 32 : 32 | prmt.b32 32 32 32 : 32 | bfe.u32 32 32 32 : 32
-bfe.s64 64 32 32 : 64 | bfi.b32 32 32 32 32 : 32 | bfind.u32 32 : 32 | clz.b64 64 : 32 | popc.b32 32 : 32
-popc.b64 64 : 32 | brev.b32 32 : 32 | dp4a.s32.u32 32 32 32 : 32 | selp.b32 32 32 1 : 32
-selp.f32 32 32 1 : 32 | slct.f32.s32 32 32 32 : 32 | set.lt.u32.f32 32 32 : 32 | setp.lt.f32 32 32 : 1
-setp.neu.f32 32 32 : 1 | setp.geu.f32 32 32 : 1 | setp.eq.s32 32 32 : 1 | setp.hi.u32 32 32 : 1
-setp.lt.s64 64 64 : 1 | setp.gt.and.s32 32 32 1 : 1 | setp.ne.xor.b32 32 32 1 : 1 | setp.nan.f32 32 32 : 1
-setp.lt.f16 16 16 : 1 | and.pred 1 1 : 1 | not.pred 1 : 1 | xor.pred 1 1 : 1
-lop3.b32 32 32 32 #0x6a : 32 | testp.normal.f32 32 : 1
+max.f32 32 32 32 : 32 | min.NaN.f32 32 32 : 32 | neg.f32 32 : 32 | abs.f32 32 : 32 | copysign.f32 32 32 : 32
+ex2.approx.ftz.f32 32 : 32 | lg2.approx.f32 32 : 32 | rcp.approx.ftz.f32 32 : 32 | tanh.approx.f32 32 : 32
+rsqrt.approx.f32 32 : 32 | add.f64 64 64 : 64 | fma.rn.f64 64 64 64 : 64 | add.rn.f32x2 64 64 : 64
+sub.rn.f32x2 64 64 : 64 | mul.rn.f32x2 64 64 : 64 | fma.rn.f32x2 64 64 64 : 64 | add.rm.f32x2 64 64 : 64
+add.f16 16 16 : 16 | fma.rn.bf16 16 16 16 : 16 | add.rn.bf16x2 32 32 : 32 | fma.rn.f16x2 32 32 32 : 32
+max.bf16x2 32 32 : 32 | add.f32.bf16 16 32 : 32 | fma.rn.f32.f16 16 16 32 : 32
+ex2.approx.ftz.bf16x2 32 : 32 | tanh.approx.f16 16 : 16 | cvt.rn.bf16x2.f32 32 32 : 32
+cvt.rn.f16x2.f32 32 32 : 32 | cvt.rn.bf16.f32 32 : 16 | cvt.f32.bf16 16 : 32 | cvt.rn.f16.f32 32 : 16
+cvt.f32.f16 16 : 32 | cvt.rzi.s32.f32 32 : 32 | cvt.rn.f32.s32 32 : 32 | cvt.f64.f32 32 : 64
+cvt.rn.f32.f64 64 : 32 | cvt.rn.satfinite.e4m3x2.f32 32 32 : 16 | cvt.rn.f16x2.e4m3x2 16 : 32
+cvt.rn.f32.u64 64 : 32 | cvt.rna.tf32.f32 32 : 32 | cvt.u64.u32 32 : 64 | cvt.s64.s32 32 : 64
+cvt.u32.u64 64 : 32 | cvt.u32.u16 16 : 32 | cvt.s32.s16 16 : 32 | cvt.u16.u32 32 : 16 | add.s32 32 32 : 32
+sub.s64 64 64 : 64 | mul.lo.s32 32 32 : 32 | mul.hi.u32 32 32 : 32 | mul.hi.s64 64 64 : 64
+mul.wide.u32 32 32 : 64 | mul.wide.s16 16 16 : 32 | mad.lo.s32 32 32 32 : 32 | mad.wide.u32 32 32 64 : 64
+mad.hi.s32 32 32 32 : 32 | div.s32 32 32 : 32 | rem.u32 32 32 : 32 | min.s32 32 32 : 32 | max.u64 64 64 : 64
+abs.s32 32 : 32 | neg.s32 32 : 32 | sad.s32 32 32 32 : 32 | and.b32 32 32 : 32 | or.b64 64 64 : 64
+xor.b16 16 16 : 16 | not.b32 32 : 32 | shl.b32 32 32 : 32 | shl.b64 64 32 : 64 | shr.u32 32 32 : 32
+shr.s32 32 32 : 32 | shr.s16 16 32 : 16 | shf.l.wrap.b32 32 32 32 : 32 | prmt.b32 32 32 32 : 32
+bfe.u32 32 32 32 : 32 | bfe.s64 64 32 32 : 64 | bfi.b32 32 32 32 32 : 32 | bfind.u32 32 : 32
+clz.b64 64 : 32 | popc.b32 32 : 32 | popc.b64 64 : 32 | brev.b32 32 : 32 | dp4a.s32.u32 32 32 32 : 32
+selp.b32 32 32 1 : 32 | selp.f32 32 32 1 : 32 | slct.f32.s32 32 32 32 : 32 | set.lt.u32.f32 32 32 : 32
+setp.lt.f32 32 32 : 1 | setp.neu.f32 32 32 : 1 | setp.geu.f32 32 32 : 1 | setp.eq.s32 32 32 : 1
+setp.hi.u32 32 32 : 1 | setp.lt.s64 64 64 : 1 | setp.gt.and.s32 32 32 1 : 1 | setp.ne.xor.b32 32 32 1 : 1
+setp.nan.f32 32 32 : 1 | setp.lt.f16 16 16 : 1 | and.pred 1 1 : 1 | not.pred 1 : 1 | xor.pred 1 1 : 1
+lop3.b32 32 32 32 #0x6a : 32 | testp.normal.f32 32 : 1 | add.rz.f32 32 32 : 32 | add.rm.f32 32 32 : 32
+add.rp.f32 32 32 : 32 | add.rn.f64 64 64 : 64 | add.rz.f64 64 64 : 64 | add.rm.f64 64 64 : 64
+add.rp.f64 64 64 : 64 | add.rn.ftz.f32 32 32 : 32 | add.rn.sat.f32 32 32 : 32 | sub.rz.f32 32 32 : 32
+sub.rm.f32 32 32 : 32 | sub.rp.f32 32 32 : 32 | sub.rn.f64 64 64 : 64 | sub.rz.f64 64 64 : 64
+sub.rm.f64 64 64 : 64 | sub.rp.f64 64 64 : 64 | sub.rn.ftz.f32 32 32 : 32 | sub.rn.sat.f32 32 32 : 32
+mul.rz.f32 32 32 : 32 | mul.rm.f32 32 32 : 32 | mul.rp.f32 32 32 : 32 | mul.rn.f64 64 64 : 64
+mul.rz.f64 64 64 : 64 | mul.rm.f64 64 64 : 64 | mul.rp.f64 64 64 : 64 | mul.rn.ftz.f32 32 32 : 32
+mul.rn.sat.f32 32 32 : 32 | fma.rz.f32 32 32 32 : 32 | fma.rm.f32 32 32 32 : 32 | fma.rp.f32 32 32 32 : 32
+fma.rz.f64 64 64 64 : 64 | fma.rm.f64 64 64 64 : 64 | fma.rp.f64 64 64 64 : 64
+fma.rn.ftz.f32 32 32 32 : 32 | fma.rn.sat.f32 32 32 32 : 32 | div.rz.f32 32 32 : 32 | div.rm.f32 32 32 : 32
+div.rp.f32 32 32 : 32 | div.rn.f64 64 64 : 64 | div.rz.f64 64 64 : 64 | div.rm.f64 64 64 : 64
+div.rp.f64 64 64 : 64 | sqrt.rz.f32 32 : 32 | rcp.rz.f32 32 : 32 | sqrt.rz.f64 64 : 64 | sqrt.rm.f32 32 : 32
+rcp.rm.f32 32 : 32 | sqrt.rm.f64 64 : 64 | sqrt.rp.f32 32 : 32 | rcp.rp.f32 32 : 32 | sqrt.rp.f64 64 : 64
+div.rn.ftz.f32 32 32 : 32 | rcp.rn.ftz.f32 32 : 32 | div.full.f32 32 32 : 32 | add.rn.f16 16 16 : 16
+sub.rn.f16 16 16 : 16 | mul.rn.f16 16 16 : 16 | fma.rn.f16 16 16 16 : 16 | fma.rn.relu.f16 16 16 16 : 16
+max.f16 16 16 : 16 | min.NaN.f16 16 16 : 16 | neg.f16 16 : 16 | abs.f16 16 : 16 | add.rn.bf16 16 16 : 16
+sub.rn.bf16 16 16 : 16 | mul.rn.bf16 16 16 : 16 | fma.rn.relu.bf16 16 16 16 : 16 | max.bf16 16 16 : 16
+min.NaN.bf16 16 16 : 16 | neg.bf16 16 : 16 | abs.bf16 16 : 16 | add.rn.f16x2 32 32 : 32
+sub.rn.f16x2 32 32 : 32 | mul.rn.f16x2 32 32 : 32 | fma.rn.relu.f16x2 32 32 32 : 32 | max.f16x2 32 32 : 32
+min.NaN.f16x2 32 32 : 32 | neg.f16x2 32 : 32 | abs.f16x2 32 : 32 | sub.rn.bf16x2 32 32 : 32
+mul.rn.bf16x2 32 32 : 32 | fma.rn.bf16x2 32 32 32 : 32 | fma.rn.relu.bf16x2 32 32 32 : 32
+min.NaN.bf16x2 32 32 : 32 | neg.bf16x2 32 : 32 | abs.bf16x2 32 : 32 | add.rn.sat.f16 16 16 : 16
+mul.rn.ftz.f16 16 16 : 16 | fma.rn.ftz.f16 16 16 16 : 16 | min.f32 32 32 : 32 | max.ftz.f32 32 32 : 32
+max.NaN.f32 32 32 : 32 | max.xorsign.abs.f32 32 32 : 32 | min.NaN.xorsign.abs.f32 32 32 : 32
+min.f64 64 64 : 64 | max.f64 64 64 : 64 | cvt.rni.s32.f32 32 : 32 | cvt.rni.u64.f32 32 : 64
+cvt.rni.s64.f64 64 : 64 | cvt.rni.s16.f16 16 : 16 | cvt.rni.u32.f64 64 : 32 | cvt.rni.f32.f32 32 : 32
+cvt.rni.s32.bf16 16 : 32 | cvt.rzi.u64.f32 32 : 64 | cvt.rzi.s64.f64 64 : 64 | cvt.rzi.s16.f16 16 : 16
+cvt.rzi.u32.f64 64 : 32 | cvt.rzi.f32.f32 32 : 32 | cvt.rzi.s32.bf16 16 : 32 | cvt.rmi.s32.f32 32 : 32
+cvt.rmi.u64.f32 32 : 64 | cvt.rmi.s64.f64 64 : 64 | cvt.rmi.s16.f16 16 : 16 | cvt.rmi.u32.f64 64 : 32
+cvt.rmi.f32.f32 32 : 32 | cvt.rmi.s32.bf16 16 : 32 | cvt.rpi.s32.f32 32 : 32 | cvt.rpi.u64.f32 32 : 64
+cvt.rpi.s64.f64 64 : 64 | cvt.rpi.s16.f16 16 : 16 | cvt.rpi.u32.f64 64 : 32 | cvt.rpi.f32.f32 32 : 32
+cvt.rpi.s32.bf16 16 : 32 | cvt.rn.f32.s64 64 : 32 | cvt.rn.f16.s32 32 : 16 | cvt.rn.f16.u64 64 : 16
+cvt.rn.f16.f64 64 : 16 | cvt.rn.bf16.s32 32 : 16 | cvt.rz.f32.s32 32 : 32 | cvt.rz.f32.u64 64 : 32
+cvt.rz.f32.s64 64 : 32 | cvt.rz.f16.s32 32 : 16 | cvt.rz.f16.u64 64 : 16 | cvt.rz.f32.f64 64 : 32
+cvt.rz.f16.f64 64 : 16 | cvt.rz.f16.f32 32 : 16 | cvt.rz.bf16.s32 32 : 16 | cvt.rm.f32.s32 32 : 32
+cvt.rm.f32.u64 64 : 32 | cvt.rm.f32.s64 64 : 32 | cvt.rm.f16.s32 32 : 16 | cvt.rm.f16.u64 64 : 16
+cvt.rm.f32.f64 64 : 32 | cvt.rm.f16.f64 64 : 16 | cvt.rm.f16.f32 32 : 16 | cvt.rm.bf16.s32 32 : 16
+cvt.rp.f32.s32 32 : 32 | cvt.rp.f32.u64 64 : 32 | cvt.rp.f32.s64 64 : 32 | cvt.rp.f16.s32 32 : 16
+cvt.rp.f16.u64 64 : 16 | cvt.rp.f32.f64 64 : 32 | cvt.rp.f16.f64 64 : 16 | cvt.rp.f16.f32 32 : 16
+cvt.rp.bf16.s32 32 : 16 | cvt.rz.bf16.f32 32 : 16 | cvt.rz.bf16x2.f32 32 32 : 32
+cvt.rz.f16x2.f32 32 32 : 32 | cvt.rn.relu.bf16x2.f32 32 32 : 32 | cvt.rn.relu.f16.f32 32 : 16
+cvt.sat.f32.f32 32 : 32 | cvt.ftz.f32.f32 32 : 32 | cvt.rn.satfinite.e5m2x2.f32 32 32 : 16
+cvt.rn.satfinite.relu.e4m3x2.f32 32 32 : 16 | cvt.rn.satfinite.e4m3x2.f16x2 32 : 16
+cvt.rn.satfinite.e5m2x2.f16x2 32 : 16 | cvt.rn.f16x2.e5m2x2 16 : 32 | cvt.rn.relu.f16x2.e4m3x2 16 : 32
+cvt.rn.bf16.f16 16 : 16 | cvt.rn.f16.bf16 16 : 16 | cvt.f64.f16 16 : 64 | cvt.sat.u8.s32 32 : 16
+cvt.sat.s16.s32 32 : 16 | cvt.sat.u32.s64 64 : 32 | cvt.sat.s32.u32 32 : 32 | cvt.s16.s8 16 : 16
+cvt.u32.u8 32 : 32 | cvt.s32.s8 32 : 32 | cvt.pack.sat.s16.s32 32 32 : 32
+cvt.pack.sat.u8.s32.b32 32 32 32 : 32 | cvt.pack.sat.s8.s32.b32 32 32 32 : 32
+cvt.pack.sat.u16.s32 32 32 : 32 | mul24.lo.s32 32 32 : 32 | mul24.hi.u32 32 32 : 32
+mad24.hi.s32 32 32 32 : 32 | dp2a.lo.s32.s32 32 32 32 : 32 | dp2a.hi.u32.s32 32 32 32 : 32
+shf.r.clamp.b32 32 32 32 : 32 | shf.r.wrap.b32 32 32 32 : 32 | shf.l.clamp.b32 32 32 32 : 32
+bmsk.clamp.b32 32 32 : 32 | bmsk.wrap.b32 32 32 : 32 | szext.clamp.s32 32 32 : 32
+szext.wrap.u32 32 32 : 32 | fns.b32 32 32 32 : 32 | bfe.s32 32 32 32 : 32 | bfe.u64 64 32 32 : 64
+bfi.b64 64 64 32 32 : 64 | bfind.shiftamt.u32 32 : 32 | bfind.s32 32 : 32 | bfind.u64 64 : 32
+brev.b64 64 : 64 | clz.b32 32 : 32 | sad.u32 32 32 32 : 32 | abs.s64 64 : 64 | neg.s16 16 : 16
+mul.hi.u64 64 64 : 64 | mul.hi.s16 16 16 : 16 | mad.lo.u16 16 16 16 : 16 | mad.wide.s16 16 16 32 : 32
+mad.hi.sat.s32 32 32 32 : 32 | add.sat.s32 32 32 : 32 | sub.sat.s32 32 32 : 32 | add.u16x2 32 32 : 32
+max.s16x2 32 32 : 32 | min.relu.s16x2 32 32 : 32 | max.relu.s32 32 32 : 32 | cnot.b32 32 : 32
+shl.b16 16 32 : 16 | shr.u64 64 32 : 64 | shr.s64 64 32 : 64 | slct.f32.f32 32 32 32 : 32
+slct.ftz.u32.f32 32 32 32 : 32 | set.gt.and.u32.s32 32 32 1 : 32 | set.leu.f32.f32 32 32 : 32
+testp.subnormal.f32 32 : 1 | testp.finite.f64 64 : 1 | setp.equ.ftz.f32 32 32 : 1 | setp.num.f64 64 64 : 1
+setp.gtu.bf16 16 16 : 1 | setp.ls.u64 64 64 : 1 | copysign.f64 64 64 : 64 | prmt.b32.f4e 32 32 32 : 32
+prmt.b32.b4e 32 32 32 : 32 | prmt.b32.rc8 32 32 32 : 32 | prmt.b32.ecl 32 32 32 : 32
+prmt.b32.ecr 32 32 32 : 32 | prmt.b32.rc16 32 32 32 : 32
 """
 
 
