@@ -17,8 +17,7 @@ from .ptx import Imm, Instruction, Mem, Operand, PtxError, Reg, Sink, Sym, Vec
 from .sync import groups, remote_access, report_conflict, rows_of
 from .units import layouts
 
-_TYPES = ("b8", "u8", "s8", "b16", "u16", "s16", "f16", "bf16", "b32", "u32", "s32", "f32", "b64", "u64", "s64", "f64", "b128",
-          "f16x2", "bf16x2")  # fmt: skip
+_TYPES = frozenset("b8 u8 s8 b16 u16 s16 f16 bf16 b32 u32 s32 f32 b64 u64 s64 f64 b128 f16x2 bf16x2".split())
 _BYTES = {"f16x2": 4, "bf16x2": 4, "bf16": 2, "f16": 2}
 _SPACES = ("global", "shared", "shared::cta", "shared::cluster", "local", "param", "param::entry", "const")
 _SYNCHRONISING = ("acquire", "release", "acq_rel", "relaxed", "volatile", "mmio")
@@ -492,7 +491,8 @@ def atomic(program: Program, i: Instruction) -> Step:
     guard = program.guard(i)
     raw = UINT[nbytes]
     vectorised = op == "add" and type_ in ("f32", "u32", "s32", "b32", "u64", "s64", "f64")
-    number = {"f32": np.dtype(np.float32), "f64": np.dtype(np.float64)}.get(type_, raw)
+    floats: dict[str, np.dtype[Any]] = {"f32": np.dtype(np.float32), "f64": np.dtype(np.float64)}
+    number = floats.get(type_, raw)
 
     def step(c: Convoy) -> int | None:
         where = c.active(guard)

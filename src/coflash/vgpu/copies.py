@@ -9,13 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .access import _addresses, _vector
+from .access import _combine as _combine_lazily
 from .clocks import ASYNC, GENERIC, Clock
 from .codegen import RAW, SHARED_WINDOW
 from .decode import Program, handles
 from .machine import Convoy, Cta, Fault, Operation, Step, Warp
 from .memory import UINT, OutOfBounds
 from .ptx import Imm, Instruction, Mem, PtxError, Reg, Vec
-from .access import _combine as _combine_lazily
 from .sync import MBarrier, async_mbarrier, cta_mbarrier, report_conflict, shared_place
 from .tensormap import TensorMap, decode
 from .units import tma
@@ -302,6 +302,7 @@ def _arriving(
     """Queue a copy into shared memory that completes on mbarriers, one operation per destination."""
     machine = warp.cta.machine
     clock = snapshot(warp)
+    operations: list[Operation] = []
     for n, (cta, offset, signal, signal_offset) in enumerate(places):
 
         def apply(
@@ -316,11 +317,7 @@ def _arriving(
             machine.counters.add(warp, "shared_write_bytes", nbytes)
             barrier.complete(nbytes, operations[n])
 
-        operation = Operation(kind, warp, pc, apply, label)
-        if n == 0:
-            operations = [operation]
-        else:
-            operations.append(operation)
+        operations.append(Operation(kind, warp, pc, apply, label))
     for n, operation in enumerate(operations):
         machine.queue(("copy", operation.issued, warp.cta.index, warp.index, machine.sequence, n), operation)
 
@@ -897,12 +894,12 @@ def try_cancel(program: Program, i: Instruction) -> Step:
                 machine.total_clusters -= 1
 
             def fetch(answer: NDArray = answer) -> Callable[[Cta, int], None]:
-                def put(cta: Cta, offset: int) -> None:
-                    cta.shared.data[offset : offset + 16] = answer.view(np.uint8)
+                def put(to: Cta, start: int) -> None:
+                    to.shared.data[start : start + 16] = answer.view(np.uint8)
 
                 return put
 
-            places = [(cta, offset, cta if everywhere else signal, at) for cta in ctas]
+            places = [(x, offset, x if everywhere else signal, at) for x in ctas]
             _arriving(
                 warp, c.pc, "launch control", "try_cancel", places, 16, fetch, lambda o: cells_between(o, 16)
             )
@@ -954,8 +951,8 @@ def cta_ended(cta: Cta) -> None:
             if queue.waited < queue.issued:
                 machine.finding(
                     "exit",
-                    f"{cta} ends while bulk copies of its thread {warp.index * 32 + lane} may still read its shared memory: "
-                    "a cp.async.bulk.commit_group or wait_group.read is missing before the end.",
+                    f"{cta} ends while bulk copies of its thread {warp.index * 32 + lane} may still read its shared "
+                    "memory: a cp.async.bulk.commit_group or wait_group.read is missing before the end.",
                     warp,
                     pc=queue.last_pc,
                 )

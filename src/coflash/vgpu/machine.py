@@ -23,7 +23,7 @@ from . import ptx
 from .clocks import Clocks, Shadow
 from .codegen import ROW_KINDS
 from .counters import Counters
-from .launch import Buffer, Launch
+from .launch import Launch
 from .memory import GlobalMemory, OutOfBounds, SharedMemory
 from .report import CHECKS, Event, Finding, Report
 
@@ -320,7 +320,9 @@ class Cluster:
         threads = launch.block[0] * launch.block[1] * launch.block[2]
         if machine.track:  # only then does anything look at them
             self.clocks = Clocks(cx * cy * cz * -(-threads // 32))
-            self.clocks.tensor_fences = machine.program.uses_tensor_fences and "tensor_fence" in machine.checks
+            self.clocks.tensor_fences = (
+                machine.program.uses_tensor_fences and "tensor_fence" in machine.checks
+            )
         gx, gy, _ = launch.grid
         self.ctas: list[Cta] = []
         for rank in range(cx * cy * cz):

@@ -1,4 +1,4 @@
-"""Byte-addressed memories. They move data and say what is out of bounds; who may touch what when is `clocks`' business."""
+"""Byte-addressed memories. They move data and say what is out of bounds; who may touch what when is for `clocks`."""
 
 from __future__ import annotations
 

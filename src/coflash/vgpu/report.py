@@ -50,7 +50,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One thing that happened. `time` counts the steps of the machine; `end` is when an asynchronous one took effect."""
+    """One thing that happened. `time` counts the machine's steps; `end` is when an asynchronous one took effect."""
 
     time: int
     cta: int

@@ -9,10 +9,10 @@ from numpy.typing import NDArray
 
 from .clocks import Clock
 from .codegen import SHARED_WINDOW
-from .control import gather, together
+from .control import gather
 from .decode import Program, handles
 from .machine import FULL, STOP, Convoy, Cta, Fault, Fragment, Machine, Step, Warp
-from .ptx import Imm, Instruction, Mem, PtxError, Reg, Sink
+from .ptx import Instruction, Mem, PtxError
 
 MAX_TX = (1 << 20) - 1
 
@@ -196,7 +196,8 @@ def _complete_named(machine: Machine, cta: Cta, barrier: NamedBarrier, reduction
     if red and reduction is not None:
         values = np.concatenate([p for _, p in red])
         operation, destination, _ = reduction
-        result: Any = {"popc": np.count_nonzero, "and": np.all, "or": np.any}[operation](values)
+        reductions: dict[str, Any] = {"popc": np.count_nonzero, "and": np.all, "or": np.any}
+        result = reductions[operation](values)
         for c, _ in red:
             if destination is not None:
                 row = c.rows.of(destination[0])[destination[1]]
@@ -267,7 +268,7 @@ def cluster_barrier(program: Program, i: Instruction) -> Step:
         if not stay:
             for f in go:
                 f.warp.extra["cluster_arrived"] = None
-            if machine.track:
+            if barrier.done is not None:
                 cta.cluster.clocks.acquire(c.shape.warp_rows, barrier.done)
             return None
         barrier.waiters.append(Convoy(cta, c.pc, stay))
@@ -407,12 +408,14 @@ def async_mbarrier(cta: Cta, offset: int, at: Any) -> MBarrier:
     """The mbarrier that an asynchronous operation signals: its initialisation must have passed a fence."""
     barrier = cta_mbarrier(cta, offset, at)
     if cta.live == 0:
-        cta.machine.finding("exit", f"an asynchronous operation signals the {barrier}, whose CTA has ended.", at)
+        cta.machine.finding(
+            "exit", f"an asynchronous operation signals the {barrier}, whose CTA has ended.", at
+        )
     if not barrier.fenced and cta.machine.races:
         cta.machine.finding(
             "races",
-            f"signals the {barrier} through the async proxy, but no fence.mbarrier_init (or fence.proxy.async) follows its "
-            f"initialisation at {cta.machine.program.words(barrier.init_pc)}.",
+            f"signals the {barrier} through the async proxy, but no fence.mbarrier_init (or fence.proxy.async) follows "
+            f"its initialisation at {cta.machine.program.words(barrier.init_pc)}.",
             at,
             pc=barrier.init_pc,
             key="init fence",
@@ -820,8 +823,8 @@ def cta_ended(cta: Cta) -> None:
         if seen is not None and seen[row + 1] < time:
             machine.finding(
                 "exit",
-                f"{cta} may end before {warp_of(cta, row)} of {warp_of(cta, row).cta} {what} {cta}: no barrier orders its end "
-                "after that.",
+                f"{cta} may end before {warp_of(cta, row)} of {warp_of(cta, row).cta} {what} {cta}: no barrier orders "
+                "its end after that.",
                 warp_of(cta, row),
                 pc=pc,
             )
@@ -934,8 +937,8 @@ def report_conflict(
     if conflict.fence:
         machine.finding(
             "tensor_fence",
-            f"{what} {where} of {cta}, which {earlier} {conflict.earlier} at {program.words(conflict.pc)}. A barrier orders the "
-            "two, but not for tcgen05: a tcgen05.fence::before_thread_sync before the barrier or a "
+            f"{what} {where} of {cta}, which {earlier} {conflict.earlier} at {program.words(conflict.pc)}. A barrier "
+            "orders the two, but not for tcgen05: a tcgen05.fence::before_thread_sync before the barrier or a "
             "tcgen05.fence::after_thread_sync behind it is missing.",
             at,
             pc=pc,
@@ -946,8 +949,8 @@ def report_conflict(
     hint = _missing_order(asynchronous_earlier, now_async, conflict, earlier, at, clocks)
     machine.finding(
         "races",
-        f"{what} {where} of {cta}, which {earlier} {conflict.earlier} at {program.words(conflict.pc)}, and nothing orders the "
-        f"two: {hint}.",
+        f"{what} {where} of {cta}, which {earlier} {conflict.earlier} at {program.words(conflict.pc)}, and nothing "
+        f"orders the two: {hint}.",
         at,
         pc=pc,
     )

@@ -281,7 +281,6 @@ def wgmma_mma(program: Program, i: Instruction) -> Step:
             raise PtxError(f"the last operands of wgmma are literals: {i.text[:160]}", i.line)
         rest.append(operand.value)
     integer = d_type == "s32"
-    saturate = m.group(3) is not None
     scale_a, scale_b = (1, 1) if integer else (rest[0], rest[1]) if len(rest) >= 2 else (1, 1)
     trans = rest[2:] if not integer else []
     a_k_major = not (trans[0] if a_regs is None and trans else 0)
@@ -478,8 +477,8 @@ def _guard(program: Program, s: int, step: Step) -> Step:
                             if touches(pc):
                                 c.machine.finding(
                                     "pending_registers",
-                                    f"touches registers of the wgmma at {program.words(pc)}, which is still in flight: a "
-                                    "wgmma.wait_group is missing before.",
+                                    f"touches registers of the wgmma at {program.words(pc)}, which is still in flight: "
+                                    "a wgmma.wait_group is missing before.",
                                     c,
                                 )
                                 break
@@ -667,8 +666,12 @@ class WarpTensor:
         self.pending: list[int] = []
         if warp.cta.machine.track:
             clocks = warp.cta.cluster.clocks
-            self.component_ld = clocks.component(("tld", warp.row), f"the tcgen05.ld of {warp} of {warp.cta}", True)
-            self.component_st = clocks.component(("tst", warp.row), f"the tcgen05.st of {warp} of {warp.cta}", True)
+            self.component_ld = clocks.component(
+                ("tld", warp.row), f"the tcgen05.ld of {warp} of {warp.cta}", True
+            )
+            self.component_st = clocks.component(
+                ("tst", warp.row), f"the tcgen05.st of {warp} of {warp.cta}", True
+            )
 
 
 def _warp_tensor(warp: Warp) -> WarpTensor:
@@ -739,8 +742,8 @@ def tensor_access(program: Program, i: Instruction) -> Step:
             if lane != quarter and not (narrow and lane == quarter + 16):
                 machine.finding(
                     "tensor_memory",
-                    f"warp {warp.index} accesses tensor memory lane {lane}; it can reach lanes {quarter} to {quarter + 31} "
-                    "only.",
+                    f"warp {warp.index} accesses tensor memory lane {lane}; it can reach lanes {quarter} to "
+                    f"{quarter + 31} only.",
                     c,
                 )
                 if lane + 32 > LANES:
@@ -753,6 +756,7 @@ def tensor_access(program: Program, i: Instruction) -> Step:
                 if memory.shadow is not None:
                     cells = _cells(shape, number, split, packed, lane, column)
                     _track_load(c, memory, cells, warp, state)
+                block: NDArray[Any]
                 if plain:
                     block = memory.data[lane : lane + 32, column : column + width]
                 else:
@@ -777,13 +781,13 @@ def tensor_access(program: Program, i: Instruction) -> Step:
                 cell = int(cells[int(np.argmax(fresh))])
                 machine.finding(
                     "uninitialised",
-                    f"reads tensor memory lanes {cell // COLUMNS * GRANULE}.., column {cell % COLUMNS} of {c.cta}, which "
-                    "nobody has written.",
+                    f"reads tensor memory lanes {cell // COLUMNS * GRANULE}.., column {cell % COLUMNS} of {c.cta}, "
+                    "which nobody has written.",
                     c,
                 )
         if machine.races:
             clock = tensor_snapshot(warp)
-            conflict = shadow.async_read(cells, clock, state.component_ld, state.loads, c.pc)  # type: ignore[arg-type]
+            conflict = shadow.async_read(cells, clock, state.component_ld, state.loads, c.pc)
             report_conflict(c, conflict, "tensor", c.cta, 1, "reads")
 
     def _queue_store(
@@ -1323,7 +1327,8 @@ def cta_ended(cta: Cta) -> None:
         for start, (count, pc) in sorted(memory.allocations.items()):
             machine.finding(
                 "tensor_memory",
-                f"{cta} ends without freeing the {count} columns of tensor memory at {start}: tcgen05.dealloc is missing.",
+                f"{cta} ends without freeing the {count} columns of tensor memory at {start}: a tcgen05.dealloc is "
+                "missing.",
                 cta,
                 pc=pc,
             )
