@@ -1,4 +1,5 @@
-"""`coflash verify`: run kernels on the virtual GPU, under several schedules, and check them. Needs no GPU."""
+"""`coflash verify`: run kernels on the virtual GPU, under several schedules, and check them. Needs no
+GPU."""
 
 from __future__ import annotations
 
@@ -136,6 +137,7 @@ def verify(
 ) -> Row:
     """Compile the kernel that planning chooses for a problem, and run it `seeds` times."""
     from coflash import compiler, planning
+    from coflash.compiler import cache
     from coflash.compiler.launch import bind
     from coflash.operands import Operands
     from coflash.vgpu.check import check, schedules
@@ -146,7 +148,10 @@ def verify(
     device = replace(planning.typical(arch), num_sms=MULTIPROCESSORS)
     try:
         plan = planning.plan(problem, device, backend="kernel")
-        entry = compiler.build(plan.kernel, plan.config, plan.arch)
+        # In a folder of its own, where kernels know their source lines.
+        (entry,) = compiler.build_many(
+            [compiler.Job(plan.kernel, plan.config, plan.arch)], root=cache.writable_root() / "verified"
+        )
     except (NotImplementedError, compiler.CompileError) as error:
         for _ in range(seeds):
             step()

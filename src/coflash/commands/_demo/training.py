@@ -104,7 +104,7 @@ def show(text: str, device: torch.device, steps: int, folder: Path) -> bool:
     path = folder / "loss.png"
     draw(curves, path)
     last = ", ".join(f"{label} {losses[-1]:.3f}" for label, losses in smooth.items())
-    print(f"  loss over the last 20 steps: {last}; largest gap between the curves {gap:.3f}; drawn to {path}")
+    print(f"  loss over the last 20 steps: {last}; largest gap between the curves {gap:.1e}; drawn to {path}")
     return gap < TOLERANCE
 
 
