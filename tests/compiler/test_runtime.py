@@ -52,7 +52,7 @@ def loads(monkeypatch):
             raise OSError(f"{path}: cannot open shared object file")
         return object()
 
-    monkeypatch.setattr(runtime.ctypes, "CDLL", load)
+    monkeypatch.setattr(runtime, "ctypes", SimpleNamespace(CDLL=load, RTLD_GLOBAL=0))
     monkeypatch.setattr(runtime, "_loaded", None)
     return SimpleNamespace(found=found, refused=refused)
 
