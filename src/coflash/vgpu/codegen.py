@@ -379,6 +379,12 @@ class Translator:
             function = arith.resolve(i.op, dual=True) if dual else arith.resolve(i.op)
         except arith.UnsupportedInstruction as error:
             raise PtxError(f"unknown instruction {i.text!r} ({error})", i.line) from None
+        counts = arith.operand_counts(i.op)
+        given = len(i.operands) - 1 + (i.parts[0] in ("addc", "subc", "madc"))
+        if given not in counts:
+            raise PtxError(
+                f"{i.op} takes {' or '.join(map(str, counts))} operands, not {given}: {i.text}", i.line
+            )
         return self.names.add(function, ("f", i.op, dual))
 
     def generic(self, i: Instruction, where: str | None) -> list[str]:

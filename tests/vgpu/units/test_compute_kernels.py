@@ -9,6 +9,7 @@ import pytest
 
 from coflash.vgpu.launch import Buffer, Launch
 from coflash.vgpu.machine import Machine
+from coflash.vgpu.ptx import PtxError
 from coflash.vgpu.units import arith
 
 from .exact import samples
@@ -119,6 +120,21 @@ def forms() -> list[tuple[str, list[str], int]]:
             name, *operands = left.split()
             out.append((name, operands, int(right)))
     return out
+
+
+def test_operand_counts() -> None:
+    for name, operands, _ in forms():
+        assert len(operands) in arith.operand_counts(name), name
+
+
+@pytest.mark.parametrize(
+    "code", ["add.f32 %r1, %r2;", "ex2.approx.f32 %r1, %r2, %r3;", "bfi.b32 %r1, %r2, %r3, %r4;"]
+)
+def test_missing_operands_are_an_error(code: str) -> None:
+    head = ".version 9.0\n.target sm_90a\n.address_size 64\n.visible .entry test()\n"
+    source = head + "{\n.reg .b32 %r<9>;\n" + code + "\nret;\n}\n"
+    with pytest.raises(PtxError, match="operands"):
+        Machine(arch="sm_90a").run(Launch(source, "test", (1, 1, 1), (32, 1, 1), b""))
 
 
 def operand_values(name: str, width: int, n: int, seed: int) -> np.ndarray:

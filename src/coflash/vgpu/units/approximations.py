@@ -40,6 +40,8 @@ def _build(form: Form) -> Function:
     if op != "rcp" and not form.take("approx"):
         form.fail("needs .approx")
     if type_ == "f64":
+        if op == "rsqrt" and not ftz:
+            return lambda a: exact(a.view(F8)).view(U8)
         if op not in ("rcp", "rsqrt") or not ftz:
             form.fail()
         return _coarse64(exact)

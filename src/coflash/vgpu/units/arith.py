@@ -21,7 +21,15 @@ from .form import Form
 from .formats import F4, U2, U4, U8, Array, UnsupportedInstruction, from_float32, to_float32
 from .tensorcore import mma, mma_i8_saturating
 
-__all__ = ["UnsupportedInstruction", "from_float32", "mma", "mma_i8_saturating", "resolve", "to_float32"]
+__all__ = [
+    "UnsupportedInstruction",
+    "from_float32",
+    "mma",
+    "mma_i8_saturating",
+    "operand_counts",
+    "resolve",
+    "to_float32",
+]
 
 Function = Callable[..., Any]
 
@@ -32,7 +40,14 @@ _PACKED: dict[str, tuple[np.dtype[Any], np.dtype[Any]]] = {
     "s16x2": (U4, U2),
     "f32x2": (U8, U4),
 }
-_PACKED_OPS = frozenset("add sub mul fma min max abs neg ex2 tanh".split())
+_HALVES = frozenset("add sub mul fma min max abs neg ex2 tanh".split())
+_PACKED_OPS = {
+    "f16x2": _HALVES,
+    "bf16x2": _HALVES,
+    "f32x2": frozenset("add sub mul fma".split()),
+    "u16x2": frozenset("add min max".split()),
+    "s16x2": frozenset("add min max".split()),
+}
 
 
 @cache
@@ -64,16 +79,47 @@ def resolve(mnemonic: str, dual: bool = False) -> Function:
         form.fail("a type is missing")
     first = form.types[0]
     if first in _PACKED:
-        if form.op not in _PACKED_OPS or len(form.types) != 1:
+        if form.op not in _PACKED_OPS[first] or len(form.types) != 1:
             form.fail()
-        scalar = resolve(mnemonic.replace("." + first, "." + first[:-2]))
-        return _packed(scalar, *_PACKED[first])
+        half = Form(mnemonic.replace("." + first, "." + first[:-2]), packed=True)
+        return _packed(half.finished(_build(half)), *_PACKED[first])
+    return form.finished(_build(form))
+
+
+def _build(form: Form) -> Function:
     if form.op in approximations.BUILDERS:
-        return form.finished(approximations.BUILDERS[form.op](form))
-    builders = floats.BUILDERS if floats.is_float(first) else integers.BUILDERS
-    if form.op not in builders:
+        return approximations.BUILDERS[form.op](form)
+    if not floats.is_float(form.types[0]):
+        return integers.build(form)
+    if form.op not in floats.BUILDERS:
         form.fail()
-    return form.finished(builders[form.op](form))
+    return floats.BUILDERS[form.op](form)
+
+
+_ONE = frozenset("abs neg not cnot brev popc clz bfind sqrt rcp rsqrt sin cos lg2 ex2 tanh testp".split())
+_THREE = frozenset("fma mad mad24 sad bfe shf prmt fns dp4a dp2a selp slct".split())
+_FOUR = frozenset(["bfi", "lop3", "madc"])
+
+
+def operand_counts(mnemonic: str) -> tuple[int, ...]:
+    """How many source operands a form that `resolve` takes can have; carries count, as its functions take them."""
+    form = Form(mnemonic)
+    op = form.op
+    if op == "cvt":
+        if "pack" in form.modifiers:
+            return (3,) if form.types[-1] == "b32" else (2,)
+        return (2,) if form.types[0].endswith("x2") and form.types[-1] == "f32" else (1,)
+    if op in ("setp", "set"):
+        return (3,) if set(form.modifiers) & set(_BOOLEAN) else (2,)
+    if op in ("addc", "subc"):
+        return (3,)
+    if op in ("min", "max"):
+        if form.types[0] != "f32" or "xorsign" in form.modifiers:
+            return (2,)
+        return (3,) if "abs" in form.modifiers else (2, 3)
+    if op in _ONE:
+        return (1,)
+    return (4,) if op in _FOUR else (3,) if op in _THREE else (2,)
 
 
 def _packed(function: Function, whole: np.dtype[Any], part: np.dtype[Any]) -> Function:
@@ -96,7 +142,10 @@ def _packed(function: Function, whole: np.dtype[Any], part: np.dtype[Any]) -> Fu
 
 def _condition(form: Form, op: str, type_: str) -> Function:
     if floats.is_float(type_):
-        return floats.comparison(op, type_, form.take("ftz"))
+        ftz = form.take("ftz")
+        if ftz and type_ not in ("f32", "f16"):
+            form.fail(".ftz is for f32 and f16")
+        return floats.comparison(op, type_, ftz)
     if integers.is_integer(type_):
         return integers.comparison(op, type_)
     form.fail()
@@ -143,32 +192,41 @@ def _setp(form: Form, dual: bool) -> Function:
 
 
 def _set(form: Form) -> Function:
-    """The result is all ones for integer types, 1.0 for f32."""
+    """The result is all ones for integer types, 1.0 for f32. 16-bit sources can also set 16 bits."""
     op = form.one_of(*_OPERATORS)
     boolean = form.maybe(*_BOOLEAN)
     target, source = form.type(), form.type()
-    if target not in ("u32", "s32", "f32"):
+    if target not in ("u32", "s32", "f32") and (target, source) not in (("u16", "f16"), ("u16", "bf16")):
+        form.fail()
+    if target == "f32" and source in ("f16", "bf16"):
         form.fail()
     compare = _condition(form, op, source)
-    true, false = U4.type(0x3F800000 if target == "f32" else 0xFFFFFFFF), U4.type(0)
+    if target == "u16":
+        true, false = U2.type(0xFFFF), U2.type(0)
+    else:
+        true, false = U4.type(0x3F800000 if target == "f32" else 0xFFFFFFFF), U4.type(0)
     if boolean is None:
         return lambda a, b: np.where(compare(a, b), true, false)
     combine = _BOOLEAN[boolean]
     return lambda a, b, c: np.where(combine(compare(a, b), c), true, false)
 
 
+_SELECTED = frozenset("b16 b32 b64 u16 u32 u64 s16 s32 s64 f32 f64".split())
+
+
 def _selp(form: Form) -> Function:
     type_ = form.type()
-    if not (integers.is_integer(type_) or floats.is_float(type_)):
+    if type_ not in _SELECTED:
         form.fail()
     return lambda a, b, p: np.where(p, a, b)
 
 
 def _slct(form: Form) -> Function:
-    form.type()
+    if form.type() not in _SELECTED:
+        form.fail()
     by = form.type()
     ftz = form.take("ftz")
-    if by == "s32":
+    if by == "s32" and not ftz:
         return lambda a, b, c: np.where(c.view(np.int32) >= 0, a, b)
     if by != "f32":
         form.fail()

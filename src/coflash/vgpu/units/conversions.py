@@ -168,10 +168,14 @@ def _float_to_float(form: Form, target: str, source: str) -> Function:
     satfinite = form.take("satfinite")
     if ftz and "f32" not in (target, source):
         form.fail()
-    if integral and mode or (relu or satfinite) and target not in ("f16", "bf16"):
+    if integral and mode:
+        form.fail()
+    if (relu or satfinite) and (target not in ("f16", "bf16") or source != "f32" or saturate or ftz):
         form.fail()
     size = {"f16": 2, "bf16": 2, "f32": 4, "f64": 8}
     narrowing = size[target] < size[source] or {target, source} == {"f16", "bf16"}
+    if source == "bf16" and size[target] > 2:
+        narrowing = mode is not None  # a rounding mode is allowed, and does nothing
     if narrowing != (mode is not None):
         form.fail("a rounding mode belongs to narrowing conversions, and to those alone")
     if not (integral or ftz or saturate or relu or satfinite):

@@ -195,8 +195,8 @@ def arithmetic32(op: str, mode: str, ftz: bool, sat: bool) -> Function:
 # --- float16 and bfloat16 ---
 
 
-def _narrow(op: str, type_: str) -> Function:
-    """add sub mul fma, to nearest even, on raw 16-bit registers.
+def _narrow(op: str, type_: str, mode: str) -> Function:
+    """add sub mul fma, to nearest even (fma of bf16 in every mode), on raw 16-bit registers.
 
     float32 has more than twice the bits plus two of either type, so that rounding add, sub and mul twice is
     innocuous; fma, and bf16 products in float32's subnormal range, go through float64.
@@ -208,7 +208,12 @@ def _narrow(op: str, type_: str) -> Function:
             p = x * y
             s = p + z
             s = round_to_odd(s, two_sum_error(p, z, s))
-            return raw16(s.astype(F2)) if type_ == "f16" else encode(s, "bf16")
+            if type_ == "f16":
+                return raw16(s.astype(F2))
+            r = encode(s, "bf16", mode)
+            if mode == "rm":  # an exact zero is -0 unless both terms are +0
+                r = np.where((s == 0) & (np.signbit(p) | np.signbit(z)), U2.type(0x8000), r)
+            return r
 
         return fma
     ufunc = {"add": np.add, "sub": np.subtract, "mul": np.multiply}[op]
@@ -227,8 +232,8 @@ def _narrow(op: str, type_: str) -> Function:
     return lambda a, b: bf16_from_f32(ufunc(bf16_to_f32(a), bf16_to_f32(b)))
 
 
-def arithmetic16(op: str, type_: str, ftz: bool, sat: bool, relu: bool) -> Function:
-    core = _narrow(op, type_)
+def arithmetic16(op: str, type_: str, ftz: bool, sat: bool, relu: bool, mode: str) -> Function:
+    core = _narrow(op, type_, mode)
     if not (ftz or sat or relu):
         return core
     zero, one = U2.type(0), U2.type(0x3C00 if type_ == "f16" else 0x3F80)
@@ -331,16 +336,28 @@ def arithmetic64(op: str, mode: str) -> Function:
 _ROUNDINGS = ("rn", "rz", "rm", "rp")
 
 
+def _ftz(form: Form, type_: str) -> bool:
+    """Whether .ftz is there; it is for f32 and f16."""
+    ftz = form.take("ftz")
+    if ftz and type_ not in ("f32", "f16"):
+        form.fail(".ftz is for f32 and f16")
+    return ftz
+
+
 def _arithmetic(form: Form) -> Function:
     """add sub mul fma (and mad, which is fma for floats) of every scalar type, and the mixed add/sub/fma into
     float32."""
     op = "fma" if form.op == "mad" else form.op
     type_ = form.type()
+    if form.op == "mad" and type_ not in ("f32", "f64"):
+        form.fail()
     mode = form.maybe(*_ROUNDINGS)
     if op == "fma" and mode is None:
         form.fail("needs a rounding mode")
     mode = mode or "rn"
     ftz, sat = form.take("ftz"), form.take("sat")
+    if form.packed and type_ == "f32" and sat:
+        form.fail()
     if type_ == "f64":
         if ftz or sat:
             form.fail()
@@ -360,19 +377,19 @@ def _arithmetic(form: Form) -> Function:
 
         # The last operand is float32; the others are 16-bit.
         return lambda *x: run(*[widen(v) for v in x[:-1]], x[-1])
-    if mode != "rn":
-        form.fail()
     relu = op == "fma" and form.take("relu")
-    if type_ == "bf16" and (ftz or sat):
+    if type_ == "bf16" and (ftz or sat) or sat and relu:
         form.fail()
-    return arithmetic16(op, type_, ftz, sat, relu)
+    if mode != "rn" and (op, type_) != ("fma", "bf16"):
+        form.fail()
+    return arithmetic16(op, type_, ftz, sat, relu, mode)
 
 
 def _division(form: Form) -> Function:
     """div: .approx and .full are modelled as the correctly rounded quotient (their bound is 2 ulp), with the
     special cases of .approx."""
     type_ = form.type()
-    ftz = form.take("ftz")
+    ftz = _ftz(form, type_)
     kind = form.maybe("approx", "full")
     if kind is None:
         mode = form.one_of(*_ROUNDINGS)
@@ -403,9 +420,10 @@ def _division(form: Form) -> Function:
 def _square_root(form: Form) -> Function:
     """sqrt: .approx is modelled as the correctly rounded root."""
     type_ = form.type()
-    ftz = form.take("ftz")
-    mode = "rn" if form.take("approx") else form.one_of(*_ROUNDINGS)
-    if type_ == "f64":
+    ftz = _ftz(form, type_)
+    approx = form.take("approx")
+    mode = "rn" if approx else form.one_of(*_ROUNDINGS)
+    if type_ == "f64" and not approx:
         return arithmetic64("sqrt", mode)
     if type_ != "f32":
         form.fail()
@@ -416,9 +434,11 @@ def _minmax(form: Form) -> Function:
     """-0 is smaller than +0. A single NaN operand is ignored unless .NaN is given; two NaNs, or one with
     .NaN, give the canonical NaN."""
     type_ = form.type()
-    ftz, nan, xorsign = form.take("ftz"), form.take("NaN"), form.take("xorsign")
+    ftz, nan, xorsign = _ftz(form, type_), form.take("NaN"), form.take("xorsign")
     absolute = form.take("abs")
     if absolute != xorsign and type_ != "f32" or (xorsign and not absolute):
+        form.fail()
+    if type_ == "f64" and (nan or absolute):
         form.fail()
     largest = form.op == "max"
     if type_ == "f32" and not xorsign and not absolute:
@@ -475,7 +495,7 @@ def _minmax(form: Form) -> Function:
 def _sign_bit(form: Form) -> Function:
     """abs, neg: the sign bit alone, so that NaN keeps its payload."""
     type_ = form.type()
-    ftz = form.take("ftz")
+    ftz = _ftz(form, type_)
     unsigned = UNSIGNED[type_]
     sign = np.array([SIGN[type_]], unsigned)
     if form.op == "abs":

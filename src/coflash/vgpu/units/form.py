@@ -16,12 +16,13 @@ class Form:
     """Builders take the modifiers and types they understand; whatever is left over makes the form
     unsupported."""
 
-    def __init__(self, mnemonic: str) -> None:
+    def __init__(self, mnemonic: str, packed: bool = False) -> None:
         self.mnemonic = mnemonic
         self.op, *rest = mnemonic.split(".")
         self.types = [t for t in rest if t in TYPES]
         self.modifiers = [m for m in rest if m not in TYPES]
         self._next = 0
+        self.packed = packed  # one half of a packed instruction
 
     def fail(self, why: str = "") -> NoReturn:
         raise UnsupportedInstruction(f"{self.mnemonic}: {why or 'this form is not modelled'}")

@@ -98,6 +98,8 @@ def _add(form: Form) -> Function:
             form.fail()
         return _saturating(type_, sign)
     if form.take("cc"):
+        if type_ not in _LONG:
+            form.fail()
         return _with_carry(form.op, type_, carry_in=False, carry_out=True)
     return np.add if sign > 0 else np.subtract
 
@@ -140,6 +142,8 @@ def _mad(form: Form) -> Function:
         add = _saturating(type_, 1)
         return lambda a, b, c: add(product(a, b), c)
     if form.op == "madc" or form.take("cc"):
+        if type_ not in _LONG or part == "wide":
+            form.fail()
         out = form.take("cc") if form.op == "madc" else True
         carry = _with_carry("add", type_, form.op == "madc", out)
         return lambda a, b, c, *flag: carry(product(a, b), c, *flag)
@@ -201,7 +205,7 @@ def _minmax(form: Form) -> Function:
             r = np.maximum(r, 0)
         return r.view(UNSIGNED[n])
 
-    if relu and type_[0] != "s":
+    if relu and type_ != "s32" and not (form.packed and type_ == "s16"):
         form.fail()
     return run
 
@@ -209,6 +213,11 @@ def _minmax(form: Form) -> Function:
 def _abs(form: Form) -> Function:
     n = width(form.type())
     return lambda a: np.abs(a.view(SIGNED[n])).view(UNSIGNED[n])
+
+
+def _neg(form: Form) -> Function:
+    form.type()
+    return np.negative
 
 
 def _sad(form: Form) -> Function:
@@ -483,12 +492,14 @@ def _dot(form: Form) -> Function:
 
 
 def _logical(form: Form) -> Function:
-    type_ = form.type()
-    return (
-        {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert}[form.op]
-        if (type_[0] == "b" or type_ == "pred")
-        else form.fail()
-    )
+    form.type()
+    table: dict[str, Function] = {
+        "and": np.bitwise_and,
+        "or": np.bitwise_or,
+        "xor": np.bitwise_xor,
+        "not": np.invert,
+    }
+    return table[form.op]
 
 
 def _cnot(form: Form) -> Function:
@@ -511,14 +522,38 @@ _COMPARE = {
 
 
 def comparison(op: str, type_: str) -> Function:
-    """a op b as a predicate; lo ls hi hs compare unsigned whatever the type."""
-    if op not in _COMPARE or (type_[0] == "b" and op not in ("eq", "ne")):
+    """a op b as a predicate; lo ls hi hs are for unsigned types."""
+    signless = op in ("lo", "ls", "hi", "hs")
+    if op not in _COMPARE or (type_[0] == "b" and op not in ("eq", "ne")) or (signless and type_[0] != "u"):
         raise UnsupportedInstruction(f"comparison .{op}.{type_}")
     compare = _COMPARE[op]
     if type_[0] == "s" and op in ("lt", "le", "gt", "ge"):
         signed = SIGNED[width(type_)]
         return lambda a, b: compare(a.view(signed), b.view(signed))
     return compare
+
+
+_ALL = frozenset("u16 s16 u32 s32 u64 s64".split())
+_LONG = frozenset("u32 s32 u64 s64".split())
+_BITS = frozenset("b16 b32 b64".split())
+TYPES: dict[str, frozenset[str]] = {
+    **dict.fromkeys("add sub mul mad div rem min max sad".split(), _ALL),
+    **dict.fromkeys("addc subc madc bfe bfind".split(), _LONG),
+    **dict.fromkeys("abs neg".split(), frozenset("s16 s32 s64".split())),
+    **dict.fromkeys("and or xor not".split(), _BITS | {"pred"}),
+    **dict.fromkeys("cnot shl".split(), _BITS),
+    "shr": _BITS | _ALL,
+    **dict.fromkeys("shf prmt lop3 fns bmsk".split(), frozenset(["b32"])),
+    **dict.fromkeys("bfi brev clz popc".split(), frozenset(["b32", "b64"])),
+    **dict.fromkeys("szext mul24 mad24 dp4a dp2a".split(), frozenset(["u32", "s32"])),
+}
+"""The first types that each instruction takes."""
+
+
+def build(form: Form) -> Function:
+    if form.op not in BUILDERS or form.types[0] not in TYPES[form.op]:
+        form.fail()
+    return BUILDERS[form.op](form)
 
 
 BUILDERS: dict[str, Callable[[Form], Function]] = {
@@ -536,7 +571,7 @@ BUILDERS: dict[str, Callable[[Form], Function]] = {
     "min": _minmax,
     "max": _minmax,
     "abs": _abs,
-    "neg": lambda form: np.negative if form.type()[0] == "s" else form.fail(),
+    "neg": _neg,
     "sad": _sad,
     "and": _logical,
     "or": _logical,
