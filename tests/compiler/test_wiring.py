@@ -3,6 +3,7 @@ the virtual GPU, and compare with the portable path."""
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -80,3 +81,64 @@ def test_packed_window_sink_softcap():
         cu_seqlens_k=cu_seqlens,
     )
     run(problem, operands)
+
+
+def drawn(seed: int) -> tuple[Problem, Operands]:
+    """A call with a random choice of everything the Hopper kernel takes."""
+    rng = random.Random(seed)
+    dtype = rng.choice([torch.bfloat16, torch.bfloat16, torch.float16])
+    dim, dim_v = rng.choice([(64, 64), (64, 64), (40, 72), (128, 128), (192, 128), (256, 256)])
+    heads_kv, group = rng.choice([(1, 1), (2, 1), (2, 2), (1, 4), (1, 8)])
+    batch = rng.choice([1, 2, 3])
+    packed = rng.random() < 0.4
+    lengths_q = [rng.choice([1, 5, 63, 130, 200]) for _ in range(batch)]
+    lengths_k = [rng.choice([3, 64, 129, 250]) for _ in range(batch)]
+    if not packed:
+        lengths_q, lengths_k = lengths_q[:1] * batch, lengths_k[:1] * batch
+    used_k = rng.random() < 0.4
+    problem = Problem(
+        dtype,
+        "cuda",
+        dim,
+        dim_v,
+        heads_kv * group,
+        heads_kv,
+        batch,
+        max(lengths_q),
+        max(lengths_k),
+        packed_q=packed,
+        packed_k=packed,
+        has_seqused_k=used_k,
+        causal=rng.random() < 0.5,
+        window_left=rng.choice([None, None, 0, 30, 100]),
+        window_right=rng.choice([None, None, 10]),
+        softcap=rng.choice([0.0, 0.0, 20.0]),
+        has_sink=rng.random() < 0.3,
+        needs_lse=True,
+    )
+
+    def tensor(lengths: list[int], heads: int, width: int) -> torch.Tensor:
+        rows = (sum(lengths),) if packed else (batch, lengths[0])
+        return torch.randn(*rows, heads, width).to(dtype)
+
+    def offsets(lengths: list[int]) -> torch.Tensor | None:
+        return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32) if packed else None
+
+    operands = Operands(
+        tensor(lengths_q, problem.nheads_q, dim),
+        tensor(lengths_k, heads_kv, dim),
+        tensor(lengths_k, heads_kv, dim_v),
+        sink=torch.randn(problem.nheads_q) if problem.has_sink else None,
+        softmax_scale=rng.choice([dim**-0.5, 0.3]),
+        cu_seqlens_q=offsets(lengths_q),
+        cu_seqlens_k=offsets(lengths_k),
+        seqused_k=torch.tensor([rng.randint(0, n) for n in lengths_k], dtype=torch.int32) if used_k else None,
+    )
+    return problem, operands
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(24))
+def test_drawn_calls(seed):
+    torch.manual_seed(seed)
+    run(*drawn(seed))
