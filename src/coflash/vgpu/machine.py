@@ -499,8 +499,7 @@ class Machine:
                     self._deadlock()
                     break
                 if self.time > self.max_steps:
-                    raise Fault(
-                        "barriers", f"no end after {self.max_steps} steps: the kernel seems to run forever"
+                    raise Fault("deadlock", f"no end after {self.max_steps} steps: the kernel seems to run forever"
                     )
         except Fault as fault:
             self.finding(fault.check, str(fault), getattr(self, "current", None))
@@ -588,9 +587,7 @@ class Machine:
                 # A loop that touches no memory and no barrier will never be left.
                 now = int(hits[: len(self.program.visible)][self.program.visible].sum())
                 if now == seen:
-                    raise Fault(
-                        "barriers",
-                        "an endless loop: it neither accesses memory nor synchronises with anybody.",
+                    raise Fault("deadlock", "an endless loop: it neither accesses memory nor synchronises with anybody.",
                     )
                 budget, seen = ENDLESS, now
             c.pc = pc

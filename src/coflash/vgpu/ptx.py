@@ -395,7 +395,7 @@ class _Parser:
             elif char == ";":
                 self.pos += 1
             elif char == ".":
-                if text.startswith(".loc", start):
+                if text.startswith((".loc\t", ".loc "), start):
                     end = text.find("\n", start)
                     fields = text[start : end if end >= 0 else len(text)].split()
                     loc = (int(fields[1]), int(fields[2]))
