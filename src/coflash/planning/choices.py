@@ -73,7 +73,7 @@ def sm100_forward(problem: Problem, arch: str, overrides: Mapping[str, Any]) -> 
 
 
 def packed_heads(problem: Problem, tile_rows: int, limit: int) -> int:
-    """Query heads that share a tile's rows: the whole group where that makes fewer tiles, else one.
+    """Query heads that share a tile's rows: the whole group where that saves a fifth of the tiles, else one.
 
     With few queries (decoding, a short question to a long cache) a tile of one head is mostly empty, and
     every head of a group reads the same keys anyway.
@@ -83,7 +83,7 @@ def packed_heads(problem: Problem, tile_rows: int, limit: int) -> int:
         return 1
     apart = group * math.ceil(problem.seqlen_q / tile_rows)
     together = math.ceil(problem.seqlen_q / (tile_rows // limit * (limit // group)))
-    return group if together < apart else 1
+    return group if together <= 0.8 * apart else 1
 
 
 def _features(problem: Problem) -> dict[str, Any]:
