@@ -216,6 +216,17 @@ def test_switch(calls):
     assert len(calls) == 1
 
 
+def test_backend_of_the_switch(calls):
+    tensors = operands((1, 2, 4, 8), (1, 2, 4, 8))
+    with use_coflash_sdpa("portable"):
+        F.scaled_dot_product_attention(*tensors)
+        with use_coflash_sdpa(), pytest.raises(ValueError, match="backend"):
+            enable_sdpa("nonsense")
+            F.scaled_dot_product_attention(*tensors)
+        F.scaled_dot_product_attention(*tensors)
+    assert [call["backend"] for call in calls] == ["portable", "nonsense", "portable"]
+
+
 def test_multihead_attention_uses_it(calls):
     layer = torch.nn.MultiheadAttention(16, 4, batch_first=True)
     x = torch.randn(2, 5, 16)

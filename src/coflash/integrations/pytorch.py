@@ -216,7 +216,7 @@ def _dispatched(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    return sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    return sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, backend=_backend)
 
 
 def register_sdpa() -> None:
@@ -232,13 +232,20 @@ def register_sdpa() -> None:
 
 
 _unlisted: _Registration | None = None  # the active replacement where PyTorch has no registry
+_backend: Backend = "auto"  # of calls that come through PyTorch's function
 
 
-def enable_sdpa() -> None:
-    """From now on `torch.nn.functional.scaled_dot_product_attention` is computed by coflash, process-wide."""
+def enable_sdpa(backend: Backend = "auto") -> None:
+    """From now on `torch.nn.functional.scaled_dot_product_attention` is computed by coflash, process-wide.
+
+    Args:
+        backend: as in `coflash.flash_attn_func`. With "auto", a call on a GPU with kernels that none of them
+            can do (one with an `attn_mask`, so far) raises; with "portable" it is computed, slowly.
+    """
     import torch.nn.attention as registry
 
-    global _unlisted
+    global _unlisted, _backend
+    _backend = backend
     if hasattr(registry, "register_flash_attention_impl"):
         if registry.current_flash_attention_impl() != NAME:
             register_sdpa()
@@ -261,20 +268,24 @@ def disable_sdpa() -> None:
 
 
 @contextlib.contextmanager
-def use_coflash_sdpa() -> Iterator[None]:
+def use_coflash_sdpa(backend: Backend = "auto") -> Iterator[None]:
     """Within the context `torch.nn.functional.scaled_dot_product_attention` is computed by coflash.
 
     Like every dispatcher registration it holds for the whole process, not for one thread. On leaving, the
     implementation that was active before (PyTorch's own, or one from its registry) is active again.
+    `backend` is that of `enable_sdpa`.
     """
     import torch.nn.attention as registry
 
+    global _backend
     current: Callable[[], str | None] = getattr(registry, "current_flash_attention_impl", lambda: None)
     before = NAME if _unlisted is not None else current()
-    enable_sdpa()
+    backend_before = _backend
+    enable_sdpa(backend)
     try:
         yield
     finally:
+        _backend = backend_before
         if before != NAME:
             disable_sdpa()
             if before is not None:
