@@ -139,6 +139,14 @@ def test_exact_products(kind: str) -> None:
     np.testing.assert_array_equal(arith.mma(a, b, None, kind), want - c.astype(int))
 
 
+def test_nan_of_a_product_is_canonical() -> None:
+    a, b = np.zeros((8, 16), np.float32), np.ones((8, 16), np.float32)
+    a[3, 2] = np.inf
+    b[5, 2] = 0
+    d = arith.mma(a, b, None, "bf16").view(np.uint32)
+    assert d[3, 5] == 0x7FFFFFFF and d[3, 0] == 0x7F800000 and not d[0].any()
+
+
 def test_accumulating_in_f16() -> None:
     a, b = np.ones((8, 16), np.float32), np.ones((8, 16), np.float32)
     c = np.full((8, 8), 2048, np.float32)
