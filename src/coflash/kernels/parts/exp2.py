@@ -2,16 +2,20 @@
 
 The special-function unit gives 16 results a clock and multiprocessor, which on Blackwell takes as long as the
 products of a tile.  A part of a row's exponentials is therefore computed as `2**floor(x) * p(x - floor(x))` on
-packed float32 pairs.  Both ways round differently in the last bits of float32 only to the degree chosen; after
-rounding to 16 bits they are the same to within `docs/numerics.md`'s figures.
+packed float32 pairs, ten instructions a pair in place of two.  After rounding to 16 bits the two ways agree to
+within `docs/numerics.md`'s figures.
+
+The pair functions give PTX text, so that a kernel can put a whole row's work into one piece of inline PTX.
 """
 
+from __future__ import annotations
+
+import struct
 from typing import Any
 
-from cutlass import Float32, Int32
+from cutlass import Float32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
-from cutlass.experimental import primitives as prims
 
 from coflash.exp2 import COEFFICIENTS
 
@@ -37,42 +41,57 @@ def exp2(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
     )
 
 
-def exp2_polynomial(pair: tuple[Float32, Float32], degree: int) -> tuple[Float32, Float32]:
-    """Both at once on the multiply-add units, for arguments up to 126."""
-    coefficients = COEFFICIENTS[degree]
-    clamped = (_max(pair[0], LOWEST), _max(pair[1], LOWEST))
-    shifted = prims.add_packed_f32x2(clamped, _twice(ROUNDER), rnd="rm")
-    whole = prims.add_packed_f32x2(shifted, _twice(-ROUNDER), rnd="rn")
-    fraction = prims.fma_packed_f32x2(whole, _twice(-1.0), clamped, rnd="rn")
-    power = _twice(coefficients[-1])
-    for coefficient in reversed(coefficients[:-1]):
-        power = prims.fma_packed_f32x2(power, fraction, _twice(coefficient), rnd="rn")
-    return _scale(power[0], shifted[0]), _scale(power[1], shifted[1])
+#: Registers that the pair functions use, beside the pair itself.
+SCRATCH = ".reg .b32 lo, hi, p_lo, p_hi;\n.reg .b64 whole, part, power, k;"
 
 
-def exp2_pairs(pairs: list[tuple[Float32, Float32]], polynomial: int, degree: int, out_of: int = 16) -> list:
-    """`polynomial` of every `out_of` pairs by polynomial, spread evenly; the rest by the special-function unit."""
-    results = []
-    for i, pair in enumerate(pairs):
-        turn = (i + 1) * polynomial // out_of > i * polynomial // out_of
-        results.append(exp2_polynomial(pair, degree) if turn else (exp2(pair[0]), exp2(pair[1])))
-    return results
+def special(pair: str) -> list[str]:
+    """Both numbers of the 64-bit register `pair`, by the special-function unit."""
+    return [
+        f"mov.b64 {{lo, hi}}, {pair};",
+        "ex2.approx.ftz.f32 lo, lo;",
+        "ex2.approx.ftz.f32 hi, hi;",
+        f"mov.b64 {pair}, {{lo, hi}};",
+    ]
 
 
-def _twice(value: float) -> tuple[Float32, Float32]:
-    return Float32(value), Float32(value)
+def polynomial(pair: str, degree: int) -> list[str]:
+    """Both at once on the multiply-add units, for numbers up to 126."""
+    *lower, highest = COEFFICIENTS[degree]
+    lines = [
+        f"mov.b64 {{lo, hi}}, {pair};",
+        f"max.f32 lo, lo, {_word(LOWEST)};",
+        f"max.f32 hi, hi, {_word(LOWEST)};",
+        f"mov.b64 {pair}, {{lo, hi}};",
+        f"mov.b64 k, {_twice(ROUNDER)};",
+        f"add.rm.f32x2 whole, {pair}, k;",
+        "sub.rn.f32x2 part, whole, k;",
+        f"sub.rn.f32x2 part, {pair}, part;",
+        f"mov.b64 power, {_twice(highest)};",
+    ]
+    for coefficient in reversed(lower):
+        lines += [f"mov.b64 k, {_twice(coefficient)};", "fma.rn.f32x2 power, power, part, k;"]
+    # The integer sits in the low bits: shifted into the exponent field it multiplies by 2**floor(x).
+    lines += [
+        "mov.b64 {lo, hi}, whole;",
+        "mov.b64 {p_lo, p_hi}, power;",
+        "shl.b32 lo, lo, 23;",
+        "shl.b32 hi, hi, 23;",
+        "add.s32 lo, lo, p_lo;",
+        "add.s32 hi, hi, p_hi;",
+        f"mov.b64 {pair}, {{lo, hi}};",
+    ]
+    return lines
 
 
-@dsl_user_op
-def _max(a: Float32, b: float, *, loc: Any = None, ip: Any = None) -> Float32:
-    from cutlass import cute
-
-    return cute.arch.fmax(a, Float32(b), loc=loc, ip=ip)
+def by_polynomial(pair: int, share: int, out_of: int = 16) -> bool:
+    """Whether pair number `pair` is one of the `share` in `out_of` that the polynomial takes, spread evenly."""
+    return (pair + 1) * share // out_of > pair * share // out_of
 
 
-@dsl_user_op
-def _scale(power: Float32, shifted: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
-    """power * 2**n, n being the integer in the low bits of `shifted`: one shift-and-add on the bits."""
-    bits = Int32(llvm.bitcast(T.i32(), power.ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
-    whole = Int32(llvm.bitcast(T.i32(), shifted.ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
-    return Float32(llvm.bitcast(T.f32(), (bits + (whole << 23)).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
+def _word(value: float) -> str:
+    return "0f" + struct.pack(">f", value).hex().upper()
+
+
+def _twice(value: float) -> str:
+    return "0x" + struct.pack(">f", value).hex() * 2

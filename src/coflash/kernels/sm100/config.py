@@ -6,6 +6,7 @@ Nothing here imports the DSL: planning and the cache work on machines that canno
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 __all__ = ["ForwardConfig", "NAMES", "choose"]
 
@@ -46,7 +47,7 @@ class ForwardConfig:
     ctas: int = 1  # CTAs that issue their products together: 2 is the pair mode
     q_stages: int = 1  # buffers of each Q tile: 2 loads the next tile's queries early
     kv_stages: int = 5  # buffers of a K or V block, in one ring
-    polynomial: int = 4  # of 16 pairs of exponentials, how many by polynomial in unmasked blocks
+    polynomial: int = 3  # of 16 pairs of exponentials, how many by polynomial in unmasked blocks
     degree: int = 3  # of that polynomial
     early_keys: int = 96  # of a block's 128 keys, those whose P is handed over first
     dynamic: bool = False  # tiles by cluster launch control; else every cluster strides through them
@@ -230,14 +231,18 @@ class ForwardConfig:
         return f"S 2 x {BLOCK} + O {self.q_tiles} x {self.tile_d_v}"
 
 
-def choose(arch: str, **features) -> ForwardConfig:
-    """The config for these features (the first block of fields) on `arch`: as many stages as fit."""
+def choose(arch: str, **features: Any) -> ForwardConfig:
+    """The config for these features (the first block of fields, and any of the second) on `arch`."""
+    draft = {"kv_stages": 2} | features
     dim, dim_v = features["head_dim"], features["head_dim_v"]
-    # sm_103a has twice the special-function rate: the polynomial would only cost issue slots.
-    polynomial = 0 if arch.startswith("sm_103") else 4
-    draft = {"polynomial": polynomial, "kv_stages": 2} | features
-    if "ctas" not in draft and (max(dim, dim_v) > 128) and dim_v % 32 == 0:
-        draft["ctas"] = 2
+    bounded = features.get("bounded_left", False) or features.get("bounded_right", False)
+    if "polynomial" not in features:
+        draft["polynomial"] = _share(arch, max(dim, dim_v), bounded)
+    if "ctas" not in features and dim_v % 32 == 0:
+        # A pair reads half of K and V: it makes room for wide heads, and spares shared memory where all blocks are
+        # whole.  Its 512 rows at a time waste work on a triangle, and on short sequences.
+        alone = bounded or features.get("packed_q", False) or features.get("pack_heads", 1) > 1
+        draft["ctas"] = 2 if max(dim, dim_v) > 128 or (dim == 128 and not alone) else 1
     config = ForwardConfig(**draft)
     if "q_stages" not in features:
         config = _grown(config, "q_stages", 2, keep=4 * BLOCK * 128 * 2 // config.kv_bytes)
@@ -247,13 +252,22 @@ def choose(arch: str, **features) -> ForwardConfig:
     return config
 
 
+def _share(arch: str, dim: int, bounded: bool) -> int:
+    """Of 16 pairs of exponentials, how many go by polynomial: as many as leave both units below the issue slots."""
+    if arch.startswith("sm_103"):
+        return 0  # twice the special-function rate: the polynomial would only cost issue slots
+    if dim > 128:
+        return 0  # the products take twice as long as the exponentials
+    return 2 if bounded else 3
+
+
 def _grown(config: ForwardConfig, field: str, value: int, keep: int) -> ForwardConfig:
     """`config` with the larger value, where the ring then still has `keep` stages."""
     larger = _fits(config, **{field: value})
     return larger if larger and _fits(larger, kv_stages=keep) else config
 
 
-def _fits(config: ForwardConfig, **changes) -> ForwardConfig | None:
+def _fits(config: ForwardConfig, **changes: Any) -> ForwardConfig | None:
     try:
         return replace(config, **changes)
     except ValueError:

@@ -22,15 +22,15 @@ from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, mak
 from cutlass.experimental import cuda
 from cutlass.experimental import primitives as prims
 
-from coflash.kernels.parts import tiles
 from coflash.kernels.parts.ptx import least, most
+from coflash.kernels.sm100 import chunks
 from coflash.kernels.sm100 import instructions as op
 from coflash.kernels.sm100.config import BLOCK, ROWS, WORK_SLOTS, WORK_WORDS, ForwardConfig
 from coflash.kernels.sm100.output import Target, store_bytes
 from coflash.kernels.sm100.products import Products
 from coflash.kernels.sm100.shared import Barrier, Ring, Shared
 from coflash.kernels.sm100.softmax import HalfRows, Rows
-from coflash.kernels.sm100.work import END, ITEM, SKIP, Call, TileOrder, Work
+from coflash.kernels.sm100.work import END, ITEM, SKIP, Call, TileOrder, Work, section_heads
 
 ELEMENTS = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 INFINITY = Float32.inf
@@ -50,7 +50,7 @@ class Forward:
     def __call__(self, *arguments):
         c = self.config
         given = dict(zip(self.names, arguments, strict=True))
-        q, k, v, out = given["q"], given["k"], given["v"], given["out"]
+        q, k, v = given["q"], given["k"], given["v"]
         length_q, heads_q, batch_q, stride_q = _layout(q, c.packed_q)
         length_k, heads_k, batch_k, stride_k = _layout(k, c.packed_k)
         _, _, _, stride_v = _layout(v, c.packed_k)
@@ -99,9 +99,7 @@ class Forward:
         clusters = items
         if cutlass.const_expr(not c.dynamic):
             clusters = least(at_once, items)
-        kv_bytes = 2 * (c.head_dim + c.head_dim_v) * least(length_k, Int32(2**20))
-        section = tiles.section_heads(kv_bytes, m_blocks * (heads // heads_k), heads_k * batch, at_once)
-        section = section * (heads // heads_k)
+        section = section_heads(length_k, c.head_dim + c.head_dim_v, heads_k * batch) * (heads // heads_k)
         numbers = [length_q, length_k, heads, batch, group, section]
         self.kernel(q_map, k_map, v_map, numbers, [given[name] for name in self.names[3:-1]]).launch(
             grid=[most(clusters, Int32(1)) * c.ctas, 1, 1],
@@ -310,15 +308,14 @@ class Forward:
                     lo_t, hi_t = work.blocks_of(t)
                     if lo_t < hi_t:
                         self.load_q(call, sh, rank, work, q_rings[t], q_map, t)
-                j = hi - 1
-                while j >= lo:
+                for back in cutlass.range(hi - lo, unroll=1):
+                    j = hi - 1 - back
                     if cutlass.const_expr(c.q_tiles == 2):
                         self.load_v(call, sh, rank, work, kv, v_map, j)
                     if j > lo:
                         self.load_k(call, sh, rank, work, kv, k_map, j - 1)
                     if cutlass.const_expr(c.q_tiles == 1):
                         self.load_v(call, sh, rank, work, kv, v_map, j)
-                    j = j - 1
             work.take_alone()
 
     @cute.jit
@@ -397,10 +394,10 @@ class Forward:
                 products.commit(kv.empty_at(kv.stage))
                 kv.advance()
             started = cutlass.Boolean(False)
-            j = hi - 1
             if lo == hi:
                 work.take_alone()
-            while (j >= lo) & (lo < hi):
+            for back in cutlass.range(hi - lo, unroll=1):
+                j = hi - 1 - back
                 kv.wait_full()
                 v_stage = Int32(kv.stage)
                 kv.advance()
@@ -424,13 +421,12 @@ class Forward:
                 if more:
                     products.commit(kv.empty_at(kv.stage))
                     kv.advance()
-                j = j - 1
 
     @cute.jit
     def mma_single(self, call, sh, columns):
         """The same with one Q tile and two buffers of S:
 
-            Q K(n), then for every block j: Q K(j-1), P V(j)
+        Q K(n), then for every block j: Q K(j-1), P V(j)
         """
         c = self.config
         work = Work(call, sh, Int32(0))
@@ -440,9 +436,9 @@ class Forward:
         work.take_alone()
         while work.exists:
             lo, hi = work.blocks()
-            j = hi
-            while j >= lo:
-                if (j > lo) & (lo < hi):
+            for back in cutlass.range(hi - lo + 1, unroll=1):
+                j = hi - back
+                if j > lo:
                     kv.wait_full()
                     products.scores(0, buffer, kv.stage, j == hi, j - 1 == lo)
                     products.commit(kv.empty_at(kv.stage))
@@ -453,7 +449,6 @@ class Forward:
                     products.values(0, buffer, kv.stage, j == hi - 1, j == lo)
                     products.commit(kv.empty_at(kv.stage))
                     kv.advance()
-                j = j - 1
             buffer = buffer ^ 1
             work.take_alone()
 
@@ -492,17 +487,15 @@ class Forward:
                     whole_lo = (work.keys(first + ROWS - 1)[0] + BLOCK - 1) // BLOCK
                     whole_lo = least(most(whole_lo, lo), whole_hi)
                 rows.start()
-                j = hi - 1
-                while j >= whole_hi:
-                    rows.block(low - j * BLOCK - shift, high - j * BLOCK - shift, masked=True)
-                    j = j - 1
-                while j >= whole_lo:
+                for back in cutlass.range(hi - whole_hi, unroll=1):
+                    at = (hi - 1 - back) * BLOCK + shift
+                    rows.block(low - at, high - at, masked=True)
+                for _ in cutlass.range(whole_hi - whole_lo, unroll=1):
                     rows.block(low, high, masked=False)
-                    j = j - 1
                 if cutlass.const_expr(c.bounded_left):
-                    while j >= lo:
-                        rows.block(low - j * BLOCK - shift, high - j * BLOCK - shift, masked=True)
-                        j = j - 1
+                    for back in cutlass.range(whole_lo - lo, unroll=1):
+                        at = (whole_lo - 1 - back) * BLOCK + shift
+                        rows.block(low - at, high - at, masked=True)
                 stats_free.wait()
                 op.store_shared(sh.stats + (group * ROWS + thread) * 8, [rows.total(), rows.reference()])
                 self.arrive_from_warp(sh.stats_full + 8 * t)
@@ -551,7 +544,7 @@ class Forward:
                     prims.tcgen05_fence("after_thread_sync")
                     for first in cutlass.range_constexpr(0, c.tile_d_v, target.chunk):
                         column = lanes + c.o_columns + t * c.tile_d_v + first
-                        values = op.tmem_loaded(op.tmem_load(column, target.chunk))
+                        values, _ = chunks.settle(chunks.load(column, target.chunk))
                         if cutlass.const_expr(first + target.chunk == c.tile_d_v):
                             prims.tcgen05_fence("before_thread_sync")
                             self.arrive_at_leader(sh.o_free + 8 * t)

@@ -34,7 +34,7 @@ def ptx(
     """One piece of inline PTX. `pure` lets the compiler move it, merge it and drop it."""
     return llvm.inline_asm(
         result,
-        [operand.ir_value(loc=loc, ip=ip) for operand in operands],
+        [value(operand) for operand in operands],
         text,
         constraints,
         has_side_effects=not pure,
@@ -43,6 +43,11 @@ def ptx(
         loc=loc,
         ip=ip,
     )
+
+
+def value(register: Any) -> ir.Value:
+    """The MLIR value of a register, with or without the DSL's wrapper."""
+    return register if isinstance(register, ir.Value) else register.ir_value()
 
 
 def shared(address: Int32, element: Any = Int64) -> cutlass.Pointer:
@@ -109,7 +114,9 @@ def store_shared(address: Int32, words: list[Any], *, loc: Any = None, ip: Any =
 
 
 @dsl_user_op
-def load_shared(address: Int32, count: int, element: Any = Int32, *, loc: Any = None, ip: Any = None) -> list[Any]:
+def load_shared(
+    address: Int32, count: int, element: Any = Int32, *, loc: Any = None, ip: Any = None
+) -> list[Any]:
     """1, 2 or 4 aligned words."""
     kind, of = ("f", T.f32()) if element is Float32 else ("r", T.i32())
     if count == 1:
@@ -159,43 +166,6 @@ def load_tile(
 # ---- tensor memory ----
 
 
-@dsl_user_op
-def tmem_load(address: Int32, count: int, *, loc: Any = None, ip: Any = None) -> list[Float32]:
-    """`count` consecutive columns of this thread's lane; usable after `tmem_loaded`.
-
-    As inline PTX: the DSL's own returns a vector, whose parts the compiler takes out before the wait."""
-    results = ", ".join(f"${i}" for i in range(count))
-    text = f"tcgen05.ld.sync.aligned.32x32b.x{count}.b32 {{{results}}}, [${count}];"
-    return _registers(text, ",".join(["=f"] * count + ["r"]), count, address, loc=loc, ip=ip)
-
-
-@dsl_user_op
-def tmem_loaded(values: list[Float32], *, loc: Any = None, ip: Any = None) -> list[Float32]:
-    """Wait for all loads of this warp. The values pass through, so nothing that uses them can move above the wait."""
-    constraints = ",".join(["=f"] * len(values) + [str(i) for i in range(len(values))])
-    return _registers("tcgen05.wait::ld.sync.aligned;", constraints, len(values), *values, loc=loc, ip=ip)
-
-
-def _registers(text: str, constraints: str, count: int, *operands: Any, loc: Any, ip: Any) -> list[Float32]:
-    """Inline PTX with `count` float32 results."""
-    fields = ptx(llvm.StructType.get_literal([T.f32()] * count), text, constraints, *operands, loc=loc, ip=ip)
-    return [Float32(llvm.extractvalue(T.f32(), fields, [i], loc=loc, ip=ip)) for i in range(count)]
-
-
-def tmem_store(address: Int32, values: list[Any]) -> None:
-    """`values` (32-bit registers) to consecutive columns of this thread's lane."""
-    element = T.f32() if isinstance(values[0], Float32) else T.i32()
-    vector = ir.VectorType.get([len(values)], element)
-    packed = cutlass.Vector(_from_elements(vector, [v.ir_value() for v in values]), dtype=type(values[0]))
-    prims.tcgen05_st("32x32b", tensor(address), packed)
-
-
-def _from_elements(vector: ir.Type, elements: list[ir.Value]) -> ir.Value:
-    from cutlass._mlir.dialects import vector as dialect
-
-    return dialect.from_elements(vector, elements)
-
-
 def tmem_stored() -> None:
     prims.tcgen05_wait("store")
 
@@ -228,8 +198,29 @@ def address_of(array: Any, *, loc: Any = None, ip: Any = None) -> Int32:
 
 
 @dsl_user_op
-def max3(a: Float32, b: Float32, c: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
-    return Float32(ptx(T.f32(), "max.f32 $0, $1, $2, $3;", "=f,f,f,f", a, b, c, pure=True, loc=loc, ip=ip))
+def twice(a: Float32, *, loc: Any = None, ip: Any = None) -> Int64:
+    """A number in both halves of a 64-bit register."""
+    return Int64(ptx(T.i64(), "mov.b64 $0, {$1, $1};", "=l,f", a, pure=True, loc=loc, ip=ip))
+
+
+@dsl_user_op
+def product(a: Int64, b: Int64, *, loc: Any = None, ip: Any = None) -> Int64:
+    """Of two packed float32 pairs."""
+    return Int64(ptx(T.i64(), "mul.rn.f32x2 $0, $1, $2;", "=l,l,l", a, b, pure=True, loc=loc, ip=ip))
+
+
+@dsl_user_op
+def halves(a: Int64, *, loc: Any = None, ip: Any = None) -> tuple[Float32, Float32]:
+    fields = ptx(
+        llvm.StructType.get_literal([T.f32()] * 2),
+        "mov.b64 {$0, $1}, $2;",
+        "=f,=f,l",
+        a,
+        pure=True,
+        loc=loc,
+        ip=ip,
+    )
+    return tuple(Float32(llvm.extractvalue(T.f32(), fields, [i], loc=loc, ip=ip)) for i in range(2))
 
 
 @dsl_user_op
@@ -242,22 +233,22 @@ def log2(a: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
     return Float32(ptx(T.f32(), "lg2.approx.ftz.f32 $0, $1;", "=f,f", a, pure=True, loc=loc, ip=ip))
 
 
-@dsl_user_op
-def pack16(low: Float32, high: Float32, dtype: str, *, loc: Any = None, ip: Any = None) -> Int32:
-    """Two numbers rounded to "bf16" or "fp16", in one register."""
-    to = {"bf16": "bf16x2", "fp16": "f16x2"}[dtype]
-    return Int32(ptx(T.i32(), f"cvt.rn.{to}.f32 $0, $1, $2;", "=r,f,f", high, low, pure=True, loc=loc, ip=ip))
-
-
 # ---- cluster launch control ----
 
 
 @dsl_user_op
 def ask_for_launch(answer: Int32, barrier: Int32, *, pair: bool, loc: Any = None, ip: Any = None) -> None:
     """Take over a cluster that has not started; the answer (16 bytes) counts at `barrier`, in a pair in both CTAs."""
-    everywhere = ".multicast::cluster::all" if pair else ""
-    text = f"clusterlaunchcontrol.try_cancel.async.shared::cta.mbarrier::complete_tx::bytes{everywhere}.b128 [$0], [$1];"
-    ptx(None, text, "r,r", answer, barrier, loc=loc, ip=ip)
+    how = "async.shared::cta.mbarrier::complete_tx::bytes" + (".multicast::cluster::all" if pair else "")
+    ptx(
+        None,
+        f"clusterlaunchcontrol.try_cancel.{how}.b128 [$0], [$1];",
+        "r,r",
+        answer,
+        barrier,
+        loc=loc,
+        ip=ip,
+    )
 
 
 @dsl_user_op

@@ -10,9 +10,10 @@ import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
 from coflash.kernels.parts import exp2 as exponentials
+from coflash.kernels.parts.fixture import Fixture
 from coflash.kernels.parts.ptx import LN_2, LOG2_E
 from coflash.kernels.parts.ptx import choose as select
-from coflash.kernels.parts.fixture import Fixture
+from coflash.kernels.sm100 import chunks
 from coflash.kernels.sm100 import instructions as op
 from coflash.kernels.sm100.config import ForwardConfig
 
@@ -79,10 +80,7 @@ class Target(Fixture):
         """Columns from `first` on."""
         c = self.config
         if self.there:
-            words = [
-                op.pack16(values[i] * self.factor, values[i + 1] * self.factor, c.dtype)
-                for i in range(0, self.chunk, 2)
-            ]
+            words = chunks.rounded(values, op.twice(self.factor), c.dtype)
             size = store_bytes(c) // 4
             for i in cutlass.range_constexpr(0, self.chunk // 2, size):
                 if cutlass.const_expr(first + 2 * i < c.head_dim_v):

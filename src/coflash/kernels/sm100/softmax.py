@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import Float32, Int32, Int64, cute
 from cutlass.experimental import primitives as prims
 
 from coflash.kernels.parts import exp2 as exponentials
+from coflash.kernels.parts.fixture import Fixture
 from coflash.kernels.parts.ptx import LOG2_E
 from coflash.kernels.parts.ptx import choose as select
-from coflash.kernels.parts.fixture import Fixture
+from coflash.kernels.sm100 import chunks
 from coflash.kernels.sm100 import instructions as op
 from coflash.kernels.sm100.config import BLOCK, ROWS
 from coflash.kernels.sm100.shared import Barrier, Ring
@@ -19,7 +20,8 @@ EVERY_LANE = 0xFFFFFFFF
 TOLERANCE = (
     8.0  # log2 units that a row's maximum may exceed its reference by before sum and O are brought down
 )
-CHUNK = 32  # columns moved between tensor memory and registers at a time
+CHUNK = 32  # columns of S and P moved between tensor memory and registers at a time
+RESCALED = 16  # columns of O
 
 
 class Rows(Fixture):
@@ -42,20 +44,22 @@ class Rows(Fixture):
         if c.softcap:
             self.softcap, self.cap_scale = call.softcap, self.scale * 2.0 / call.softcap
             self.scale = Float32(LOG2_E)
-        self.state = cute.make_rmem_tensor((5,), Float32)  # reference, four partial sums
+        self.state = cute.make_rmem_tensor((1,), Float32)  # the reference
+        self.sums = cute.make_rmem_tensor((2,), Int64)  # four partial sums, in pairs
         self.fresh = cute.make_rmem_tensor((1,), Int32)  # whether O holds nothing of this row yet
 
     def start(self) -> None:
         self.state[0] = Float32(-INFINITY)
-        for i in range(1, 5):
-            self.state[i] = Float32(0.0)
+        for i in range(2):
+            self.sums[i] = Int64(0)
         self.fresh[0] = Int32(1)
 
     def reference(self) -> Float32:
         return self.state[0]
 
     def total(self) -> Float32:
-        return (self.state[1] + self.state[2]) + (self.state[3] + self.state[4])
+        (a, b), (c, d) = (op.halves(self.sums[i]) for i in range(2))
+        return (a + b) + (c + d)
 
     # ---- one block ----
 
@@ -92,38 +96,20 @@ class Rows(Fixture):
             prims.tcgen05_fence("before_thread_sync")
             self.forward.arrive_at_leader(self.p_early if done == early else self.p_late)
 
-    def read(self, low: Int32, high: Int32, masked: bool) -> tuple[list[Float32], Float32]:
+    def read(self, low: Int32, high: Int32, masked: bool) -> tuple[list, Float32]:
         """The row's scores, and the largest. The maximum of a chunk is taken while the next one is on its way."""
-        scores: list[Float32] = []
-        tops = [Float32(-INFINITY), Float32(-INFINITY)]
-        chunk = op.tmem_loaded(op.tmem_load(self.s, CHUNK))
+        cap = (self.cap_scale, self.softcap * -2.0, self.softcap) if self.config.softcap else None
+        bounds = {}
+        if masked:
+            bounds = {"high": high} | ({"low": low} if self.config.bounded_left else {})
+        scores, tops = [], [Float32(-INFINITY), Float32(-INFINITY)]
+        following = chunks.load(self.s, CHUNK)
         for first in range(0, self.width, CHUNK):
-            following = op.tmem_load(self.s + first + CHUNK, CHUNK) if first + CHUNK < self.width else []
-            if self.config.softcap:
-                chunk = [self.cap(score) for score in chunk]
-            if masked:
-                chunk = self.mask(chunk, first, low, high)
-            for i in range(0, CHUNK, 4):
-                tops[0] = op.max3(tops[0], chunk[i], chunk[i + 1])
-                tops[1] = op.max3(tops[1], chunk[i + 2], chunk[i + 3])
-            scores += chunk
-            if following:
-                chunk = op.tmem_loaded(following)
-        return scores, cute.arch.fmax(tops[0], tops[1])
-
-    def cap(self, score: Float32) -> Float32:
-        """softcap * tanh(score * scale / softcap), by 1 - 2 / (1 + exp(2 x))."""
-        grown = exponentials.exp2(score * self.cap_scale)
-        return self.softcap - 2.0 * self.softcap * op.rcp(grown + 1.0)
-
-    def mask(self, chunk: list[Float32], first: int, low: Int32, high: Int32) -> list[Float32]:
-        shown = []
-        for i, score in enumerate(chunk):
-            hidden = high <= first + i
-            if self.config.bounded_left:
-                hidden = hidden | (low > first + i)
-            shown.append(select(hidden, Float32(-INFINITY), score))
-        return shown
+            chunk, tops = chunks.settle(following, tops, first, cap=cap, **bounds)
+            if first + CHUNK < self.width:
+                following = chunks.load(self.s + first + CHUNK, CHUNK)
+            scores.append(chunk)
+        return scores, cute.arch.fmax(Float32(tops[0]), Float32(tops[1]))
 
     @cute.jit
     def raise_reference(self, top):
@@ -133,38 +119,28 @@ class Rows(Fixture):
         finite = select(after == -INFINITY, Float32(0.0), after)
         factor = exponentials.exp2(before - finite)
         self.state[0] = after
-        for i in cutlass.range_constexpr(1, 5):
-            self.state[i] = self.state[i] * factor
+        factors = op.twice(factor)
+        for i in cutlass.range_constexpr(2):
+            self.sums[i] = op.product(self.sums[i], factors)
         if self.fresh[0] == 0:
             self.wait_for_o()
-            for first in cutlass.range_constexpr(0, self.o_width, 16):
-                chunk = op.tmem_loaded(op.tmem_load(self.o + first, 16))
-                scaled = []
-                for i in cutlass.range_constexpr(0, 16, 2):
-                    scaled += prims.mul_packed_f32x2((chunk[i], chunk[i + 1]), (factor, factor), rnd="rn")
-                op.tmem_store(self.o + first, scaled)
+            for first in cutlass.range_constexpr(0, self.o_width, RESCALED):
+                chunk, _ = chunks.settle(chunks.load(self.o + first, RESCALED))
+                chunks.store(self.o + first, chunks.scaled(chunk, factors))
             # The products that read O wait for P, which this warp stores and announces later.
 
-    def write(self, scores: list[Float32], minus: Float32, masked: bool) -> None:
+    def write(self, scores: list, minus: Float32, masked: bool) -> None:
         """Probabilities to tensor memory over S, the first part announced early, and their sum."""
         c = self.config
-        sums = [(self.state[1], self.state[2]), (self.state[3], self.state[4])]
-        polynomial = 0 if masked else c.polynomial
-        for first in range(0, self.width, CHUNK):
-            words = []
-            pairs = [
-                prims.fma_packed_f32x2(
-                    (scores[i], scores[i + 1]), (self.scale, self.scale), (minus, minus), rnd="rn"
-                )
-                for i in range(first, first + CHUNK, 2)
-            ]
-            for i, pair in enumerate(exponentials.exp2_pairs(pairs, polynomial, c.degree)):
-                sums[i % 2] = prims.add_packed_f32x2(sums[i % 2], pair, rnd="rn")
-                words.append(op.pack16(*pair, c.dtype))
-            op.tmem_store(self.p + first // 2, words)
-            self.announce(first + CHUNK)
+        sums = [self.sums[0], self.sums[1]]
+        scale, offset = op.twice(self.scale), op.twice(minus)
+        for i, chunk in enumerate(scores):
+            share = 0 if masked else c.polynomial
+            words, sums = chunks.probabilities(chunk, scale, offset, sums, c.dtype, share, c.degree)
+            chunks.store(self.p + i * (CHUNK // 2), words)
+            self.announce((i + 1) * CHUNK)
         for i in range(2):
-            self.state[1 + 2 * i], self.state[2 + 2 * i] = sums[i]
+            self.sums[i] = Int64(sums[i])
 
     @property
     def p(self) -> Int32:

@@ -6,15 +6,14 @@ import cutlass
 from cutlass import Int32, cute
 from cutlass.experimental import primitives as prims
 
-from coflash.kernels.parts import tiles
+from coflash.kernels.parts.fixture import Fixture
 from coflash.kernels.parts.ptx import choose as select
 from coflash.kernels.parts.ptx import least, most
-from coflash.kernels.parts.fixture import Fixture
 from coflash.kernels.sm100 import instructions as op
 from coflash.kernels.sm100.config import BLOCK, ROWS, WORK_SLOTS, WORK_WORDS, ForwardConfig
 from coflash.kernels.sm100.shared import Ring
 
-EVERY_LANE = 0xFFFFFFFF
+L2_BYTES = 60 * 2**20  # of K and V that a section may hold: half of a B200's cache
 END, ITEM, SKIP = 0, 1, 2  # what the last word of an item says
 
 
@@ -50,6 +49,25 @@ class Call(Fixture):
         return length_q * c.pack_heads, length_k, offset_q, offset_k
 
 
+def section_heads(length_k: Int32, columns: int, heads: Int32) -> Int32:
+    """Heads in a section: those whose K and V, of `columns` together, fit into half the cache."""
+    kv_bytes = 2 * columns * most(least(length_k, Int32(2**20)), Int32(1))
+    return most(least(L2_BYTES // kv_bytes, heads), Int32(1))
+
+
+def place(index: Int32, m_blocks: Int32, heads: Int32, section: Int32) -> tuple[Int32, Int32]:
+    """Item `index` of `m_blocks * heads` as (m_block, head).
+
+    Section after section, so that what runs at one time shares K and V in the cache; in a section the longest tiles
+    of all its heads first, so that what is left for its end is short."""
+    items = section * m_blocks
+    number = index // items
+    within = index - number * items
+    width = least(section, heads - number * section)
+    row = within // width
+    return m_blocks - 1 - row, number * section + within - row * width
+
+
 class TileOrder(Fixture):
     """Item number `index` of the whole call, found by a warp; rising numbers are found fastest."""
 
@@ -70,7 +88,7 @@ class TileOrder(Fixture):
             columns = self.call.heads * self.call.batch
             words[7] = Int32(END)
             if index < m_blocks * columns:
-                block, column = tiles.place(index, m_blocks, columns, self.call.section)
+                block, column = place(index, m_blocks, columns, self.call.section)
                 batch = column // self.call.heads
                 self.describe(words, block * c.rows, column - batch * self.call.heads, batch)
 

@@ -1,0 +1,165 @@
+"""A chunk of a thread's row, all of it in one piece of inline PTX.
+
+The softmax loop is some 500 instructions of straight code.  Written as one DSL operation each they would take the
+compiler most of its time; written by the chunk they take next to none, and the assembler schedules them all the same.
+Registers are MLIR values here, without the DSL's wrappers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from cutlass import Float32, Int32, Int64
+from cutlass._mlir import ir
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T
+
+from coflash.kernels.parts import exp2
+from coflash.kernels.sm100 import instructions as op
+
+MINUS_INFINITY = "0fFF800000"
+
+
+def load(address: Int32, count: int) -> list[ir.Value]:
+    """Start loading `count` columns of this thread's lane of tensor memory; `settle` waits for them."""
+    results = ", ".join(f"${i}" for i in range(count))
+    text = f"tcgen05.ld.sync.aligned.32x32b.x{count}.b32 {{{results}}}, [${count}];"
+    return _run(text, [("f", T.f32())] * count, [], [address])
+
+
+def settle(
+    chunk: list[ir.Value],
+    tops: Sequence[Any] = (),
+    first: int = 0,
+    high: Int32 | None = None,
+    low: Int32 | None = None,
+    cap: tuple[Float32, Float32, Float32] | None = None,
+) -> tuple[list[ir.Value], list[ir.Value]]:
+    """Wait for this warp's loads; then cap the scores, hide columns outside [low, high), and raise `tops`.
+
+    `first` is the chunk's first column.  `cap` holds what scores are multiplied by, -2 * softcap and softcap:
+    softcap * tanh(x) is computed as softcap - 2 * softcap / (1 + exp(2 x))."""
+    count = len(chunk)
+    in_out = [("f", T.f32())] * (count + len(tops))
+    extra = [x for x in (high, low, *(cap or ())) if x is not None]
+    name = {id(x): f"${2 * len(in_out) + i}" for i, x in enumerate(extra)}
+    lines = [".reg .pred hidden;", "tcgen05.wait::ld.sync.aligned;"]
+    for i in range(count):
+        if cap is not None:
+            scale, minus_twice, softcap = (name[id(x)] for x in cap)
+            lines += [
+                f"mul.f32 ${i}, ${i}, {scale};",
+                f"ex2.approx.ftz.f32 ${i}, ${i};",
+                f"add.f32 ${i}, ${i}, 0f3F800000;",
+                f"rcp.approx.ftz.f32 ${i}, ${i};",
+                f"fma.rn.f32 ${i}, ${i}, {minus_twice}, {softcap};",
+            ]
+        if high is not None:
+            lines.append(f"setp.le.s32 hidden, {name[id(high)]}, {first + i};")
+            if low is not None:
+                lines.append(f"setp.gt.or.s32 hidden, {name[id(low)]}, {first + i}, hidden;")
+            lines.append(f"selp.f32 ${i}, {MINUS_INFINITY}, ${i}, hidden;")
+    for i in range(0, count if tops else 0, 2):
+        top = count + i // 2 % len(tops)
+        lines.append(f"max.f32 ${top}, ${top}, ${i}, ${i + 1};")
+    results = _run(_block(lines), in_out, [*chunk, *tops], extra)
+    return results[:count], results[count:]
+
+
+def probabilities(
+    chunk: list[ir.Value],
+    scale: Int64,
+    minus: Int64,
+    sums: list[Any],
+    dtype: str,
+    share: int,
+    degree: int,
+) -> tuple[list[ir.Value], list[ir.Value]]:
+    """exp2(score * scale + minus) as 16-bit pairs, and the sums raised by them; `scale` and `minus` hold a number
+    twice. `share` of 16 pairs go by polynomial."""
+    words = len(chunk) // 2
+    results = [("r", T.i32())] * words + [("l", T.i64())] * len(sums)
+    at = len(results) + len(sums)
+    scale_name, minus_name = f"${at + len(chunk)}", f"${at + len(chunk) + 1}"
+    lines = [".reg .b64 pair;", exp2.SCRATCH]
+    for i in range(words):
+        total = f"${words + i % len(sums)}"
+        lines.append(f"mov.b64 pair, {{${at + 2 * i}, ${at + 2 * i + 1}}};")
+        lines.append(f"fma.rn.f32x2 pair, pair, {scale_name}, {minus_name};")
+        taken = exp2.by_polynomial(i, share)
+        lines += exp2.polynomial("pair", degree) if taken else exp2.special("pair")
+        lines.append(f"add.rn.f32x2 {total}, {total}, pair;")
+        lines.append(f"cvt.rn.{_packed(dtype)}.f32 ${i}, hi, lo;")
+    out = _run(_block(lines), results, sums, [*chunk, scale, minus], tied_from=words)
+    return out[:words], out[words:]
+
+
+def scaled(chunk: list[ir.Value], factor: Int64) -> list[ir.Value]:
+    """Every number times `factor`, which holds it twice."""
+    count = len(chunk)
+    lines = [".reg .b64 pair;"]
+    for i in range(0, count, 2):
+        lines.append(f"mov.b64 pair, {{${i}, ${i + 1}}};")
+        lines.append(f"mul.rn.f32x2 pair, pair, ${2 * count};")
+        lines.append(f"mov.b64 {{${i}, ${i + 1}}}, pair;")
+    return _run(_block(lines), [("f", T.f32())] * count, chunk, [factor])
+
+
+def rounded(chunk: list[ir.Value], factor: Int64, dtype: str) -> list[ir.Value]:
+    """Every number times `factor`, as 16-bit pairs."""
+    words = len(chunk) // 2
+    lines = [".reg .b64 pair;", ".reg .b32 lo, hi;"]
+    for i in range(words):
+        lines.append(f"mov.b64 pair, {{${words + 2 * i}, ${words + 2 * i + 1}}};")
+        lines.append(f"mul.rn.f32x2 pair, pair, ${words + len(chunk)};")
+        lines.append("mov.b64 {lo, hi}, pair;")
+        lines.append(f"cvt.rn.{_packed(dtype)}.f32 ${i}, hi, lo;")
+    return _run(_block(lines), [("r", T.i32())] * words, [], [*chunk, factor], early=True)
+
+
+def store(address: Int32, chunk: list[ir.Value]) -> None:
+    """Registers to consecutive columns of this thread's lane of tensor memory."""
+    count = len(chunk)
+    operands = ", ".join(f"${i + 1}" for i in range(count))
+    text = f"tcgen05.st.sync.aligned.32x32b.x{count}.b32 [$0], {{{operands}}};"
+    _run(text, [], [], [address, *chunk])
+
+
+def _packed(dtype: str) -> str:
+    return {"bf16": "bf16x2", "fp16": "f16x2"}[dtype]
+
+
+def _block(lines: list[str]) -> str:
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+def _run(
+    text: str,
+    results: list[tuple[str, ir.Type]],
+    tied: list[Any],
+    operands: list[Any],
+    tied_from: int = 0,
+    early: bool = False,
+) -> list[ir.Value]:
+    """Inline PTX with these results; `tied` operands share the registers of the results from `tied_from` on."""
+    kinds = {T.f32(): "f", T.i32(): "r", T.i64(): "l"}
+    values = [op.value(x) for x in (*tied, *operands)]
+    # A result that is written while operands are still to be read must not share their registers.
+    constraints = [
+        f"=&{kind}" if early or i < tied_from else f"={kind}" for i, (kind, _) in enumerate(results)
+    ]
+    constraints += [str(tied_from + i) for i in range(len(tied))]
+    constraints += [kinds[x.type] for x in values[len(tied) :]]
+    types = [type_ for _, type_ in results]
+    joined = llvm.StructType.get_literal(types) if types else None
+    out = llvm.inline_asm(
+        joined,
+        values,
+        text,
+        ",".join(constraints),
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
+    return [llvm.extractvalue(type_, out, [i]) for i, type_ in enumerate(types)]
