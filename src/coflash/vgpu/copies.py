@@ -84,7 +84,7 @@ class Agent:
                 )
         if machine.races and self.clock is not None:
             conflict = shadow.async_read(cells, self.clock, self.component, self.time, operation.pc)
-            report_conflict(operation, conflict, space, cta, 4, "reads")
+            report_conflict(operation, conflict, space, cta, 4, "reads", clock=self.clock)
 
     def writes(self, cta: Cta, cells: NDArray, shadow: Any = None, space: str = "shared") -> None:
         shadow = shadow if shadow is not None else cta.shadow
@@ -92,7 +92,7 @@ class Agent:
             return
         if cta.machine.races and self.clock is not None:
             conflict = shadow.async_write(cells, self.clock, self.component, self.time, self.operation.pc)
-            report_conflict(self.operation, conflict, space, cta, 4, "writes")
+            report_conflict(self.operation, conflict, space, cta, 4, "writes", clock=self.clock)
         else:
             shadow.write_pc[cells] = self.operation.pc
 

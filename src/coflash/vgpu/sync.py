@@ -916,9 +916,10 @@ def explain_deadlock(machine: Machine) -> None:
 
 
 def report_conflict(
-    at: Any, conflict: Any, space: str, cta: Cta, cell: int, what: str = "writes", pc: int | None = None
-) -> None:
-    """Turn a conflict that the shadow found into a finding."""
+    at: Any, conflict: Any, space: str, cta: Cta, cell: int, what: str = "writes", pc: int | None = None,
+    clock: Any = None,
+) -> None:  # fmt: skip
+    """Turn a conflict that the shadow found into a finding; `clock` is that of an asynchronous operation's issue."""
     if conflict is None:
         return
     machine: Machine = cta.machine
@@ -946,7 +947,7 @@ def report_conflict(
         return
     asynchronous_earlier = bool(clocks.asynchronous[conflict.component])
     now_async = not isinstance(at, Convoy)
-    hint = _missing_order(asynchronous_earlier, now_async, conflict, earlier, at, clocks)
+    hint = _missing_order(asynchronous_earlier, now_async, conflict, earlier, at, clock)
     machine.finding(
         "races",
         f"{what} {where} of {cta}, which {earlier} {conflict.earlier} at {program.words(conflict.pc)}, and nothing "
@@ -957,16 +958,18 @@ def report_conflict(
 
 
 def _missing_order(
-    async_earlier: bool, async_now: bool, conflict: Any, earlier: str, at: Any, clocks: Any
+    async_earlier: bool, async_now: bool, conflict: Any, earlier: str, at: Any, clock: Any
 ) -> str:
     if conflict.earlier == "written" and not async_earlier and async_now:
-        row = at.warp.row
-        if clocks.vc[0, row, conflict.component] >= conflict.time:
+        if clock is not None and clock[0, conflict.component] >= conflict.time:
             return (
                 "a fence.proxy.async is missing between the write through the generic proxy and the barrier"
             )
+        wait = "a wgmma.wait_group" if at.kind == "wgmma" else "a cp.async.bulk.wait_group"
+        wait = "a wait for its mbarrier" if at.kind.startswith(("tensor load", "tcgen05", "bulk copy")) else wait
         return (
-            "the writer needs a fence.proxy.async and a barrier before the asynchronous operation is issued"
+            "the writer needs a fence.proxy.async and a barrier before the asynchronous operation is issued; or, "
+            f"if it wrote after that, {wait} is missing before the write"
         )
     if async_earlier:
         if "wgmma" in earlier:
