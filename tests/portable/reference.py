@@ -126,10 +126,7 @@ def magnitudes(
     dkeys = draw.transpose(1, 2) @ q.detach().abs().transpose(0, 1)
     found = {
         "q": (draw @ s.keys.detach().abs()).transpose(0, 1),
-        "k": (draw.transpose(1, 2) @ q.detach().abs().transpose(0, 1))
-        .unflatten(0, fold)
-        .sum(1)
-        .transpose(0, 1),
+        "k": dkeys.unflatten(0, fold).sum(1).transpose(0, 1),
         "v": (dropped.transpose(1, 2) @ do.abs()).unflatten(0, fold).sum(1).transpose(0, 1),
         "alibi_slopes": (ds * s.relative.abs()).sum((1, 2)),
     }

@@ -77,6 +77,11 @@ def _dense(
         s = sequence(q, k, v, b, options, leaves.get("sink"), leaves.get("alibi_slopes"))
         call.queries(out, b).copy_(s.out.detach())
         call.lse_rows(lse, b).copy_(s.lse.detach())
+        seen = torch.where(s.lse.isfinite(), s.lse.detach().abs(), 0.0) + 1
+        if s.raw.numel():
+            seen = torch.maximum(seen, s.raw.detach().abs().amax(-1))
+        if seen.numel():
+            scales["lse"] = max(scales.get("lse", 0.0), float(seen.max()))
         if s.raw.numel() == 0 and "sink" not in leaves:
             continue
         dout, dlse = call.queries(douts, b).to(dtype), call.lse_rows(dlses, b).to(dtype)
@@ -88,8 +93,6 @@ def _dense(
             found = magnitudes(s, q, q.shape[1] // k.shape[1], dout, dlse, options, captured)
             weights = s.weights.detach()
             found["out"] = (weights @ s.values.detach().abs()) * (2 if s.kept is None else 4)
-            found["lse"] = torch.maximum(s.lse.detach().abs(), s.raw.detach().abs().amax(-1))
-            found["lse"] = torch.where(s.lse.isfinite(), found["lse"], 0.0) + 1
             for name, value in found.items():
                 if value.numel():
                     scales[name] = max(scales.get(name, 0.0), float(value.max()))

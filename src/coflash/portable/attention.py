@@ -296,10 +296,10 @@ class _Call:
         return tile.count * self.problem.nheads_kv
 
     def sink_rows(self, block: QueryBlock) -> Tensor | None:
-        """The sink of every row of a block, as a score."""
+        """The sink of every row of a block."""
         if self.operands.sink is None:
             return None
-        sink = self.operands.sink.to(self.dtype) / self.score_scale
+        sink = self.operands.sink.to(self.row_dtype)
         shape = (block.count, self.problem.nheads_q, block.high - block.low)
         rows = sink[:, None].expand(shape).reshape(block.count * self.problem.nheads_kv, -1, 1)
         return rows

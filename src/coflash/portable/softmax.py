@@ -46,16 +46,18 @@ class OnlineSoftmax:
     def __init__(
         self, shape: torch.Size, like: Tensor, scale: float, sink: Tensor | None, numerics: Numerics
     ) -> None:
-        """Scores times `scale` are in natural units.  `sink`: every row's score of a key seen first, whose
-        value is zero."""
+        """Scores times `scale` are in natural units, in which `sink` is: every row's score of a key seen first,
+        whose value is zero."""
         self.numerics = numerics
         self.scale = scale
         self.threshold = numerics.rescale_threshold / (scale * LOG2E)
         self.reference = like.new_full((*shape, 1), -math.inf)
         self.sum = like.new_zeros((*shape, 1))
         if sink is not None:
-            self.reference.copy_(sink)
-            self.sum.copy_(sink > -math.inf)
+            self.reference.copy_(sink / scale)
+            # The reference is rounded; the sum is not always 1, and makes up for it.
+            rest = sink - self.reference.to(sink.dtype) * scale
+            self.sum.copy_(torch.where(sink.isfinite(), torch.exp(rest), 0.0))
         # A CPU asks whether any row must rescale before it does; a GPU would have to wait for the answer.
         self.ask_first = not like.is_cuda
 
