@@ -36,6 +36,17 @@ def test_blackwell_has_configs(arch, dims):
     assert (chosen.config.head_dim, chosen.config.head_dim_v) == dims
 
 
+def test_blackwells_pairs_and_scheduler_follow_the_lengths():
+    def config(**more):
+        return plan(replace(BASE, batch=8, **more), typical("sm_100a"), backend="kernel").config
+
+    assert (config().ctas, config().dynamic) == (2, False)
+    assert config(causal=True).dynamic and config(packed_q=True, packed_k=True).dynamic
+    assert config(seqlen_q=256).ctas == 1  # half of a pair would be empty
+    assert config(nheads_q=1, nheads_kv=1).ctas == 1  # too few pairs for the chip
+    assert config(head_dim=256, head_dim_v=256, seqlen_q=256).ctas == 2  # no room in one CTA
+
+
 def test_what_a_config_computes_follows_the_problem():
     problem = replace(
         BASE,

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from coflash.planning.device import DeviceInfo
 from coflash.problem import Problem
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -60,16 +61,24 @@ def sm90_forward(problem: Problem, overrides: Mapping[str, Any]) -> Any:
     return ForwardConfig(**{**computes, **chosen, **overrides})
 
 
-def sm100_forward(problem: Problem, arch: str, overrides: Mapping[str, Any]) -> Any:
-    """The Blackwell forward kernel's config for a call; stages and pairs are chosen beside the kernel."""
+def sm100_forward(problem: Problem, device: DeviceInfo, overrides: Mapping[str, Any]) -> Any:
+    """The Blackwell forward kernel's config for a call; what lengths don't decide is chosen beside the kernel."""
     from coflash.kernels.sm100.config import ForwardConfig, choose
 
     computes = _features(problem)
-    chosen = {"pack_heads": packed_heads(problem, 256, 128)}
-    if 128 % chosen["pack_heads"]:
-        chosen["pack_heads"] = 1
+    pack = packed_heads(problem, 256, 128)
+    pack = 1 if 128 % pack else pack
+    # Tiles of different sizes are handed out as CTAs become free, equal ones are strided through.
+    uneven = problem.packed_q or problem.has_seqused_k or problem.window != (None, None)
+    chosen: dict[str, Any] = {"pack_heads": pack, "dynamic": uneven}
+    if max(problem.head_dim, problem.head_dim_v) <= 128:
+        # A CTA pair takes 512 rows at a time: too many for short queries, or where pairs would not fill the chip.
+        rows = problem.seqlen_q * pack
+        pairs = math.ceil(rows / 512) * problem.batch * problem.nheads_q // pack
+        if rows <= 256 or pairs < device.num_sms // 2:
+            chosen["ctas"] = 1
     _refuse_unknown(ForwardConfig, computes, overrides)
-    return choose(arch, **computes, **chosen, **overrides)
+    return choose(device.arch, **{**computes, **chosen, **overrides})
 
 
 def packed_heads(problem: Problem, tile_rows: int, limit: int) -> int:

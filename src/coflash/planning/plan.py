@@ -71,7 +71,7 @@ def plan(
         raise NotImplementedError(
             f'the {arch} kernel can\'t do {" nor ".join(missing)} yet; backend="portable" does it'
         )
-    kernel, config = _choose(problem, arch, kernel_options or {})
+    kernel, config = _choose(problem, device, kernel_options or {})
     return Plan(
         path="kernel",
         reason=_reason(problem, device, config),
@@ -83,10 +83,10 @@ def plan(
     )
 
 
-def _choose(problem: Problem, arch: str, overrides: Mapping[str, Any]) -> tuple[str, Any]:
-    if arch == "sm_90a":
+def _choose(problem: Problem, device: DeviceInfo, overrides: Mapping[str, Any]) -> tuple[str, Any]:
+    if device.arch == "sm_90a":
         return "sm90.forward", choices.sm90_forward(problem, overrides)
-    return "sm100.forward", choices.sm100_forward(problem, arch, overrides)
+    return "sm100.forward", choices.sm100_forward(problem, device, overrides)
 
 
 def _scalars(problem: Problem, device: DeviceInfo, config: Any) -> dict[str, int | float]:
