@@ -2,7 +2,8 @@
 
 Read a table from the top; the first row that fits is taken. Columns left at None fit anything. Measured
 reasons are in docs/performance.md. For an experiment a caller overrides fields for one call; nothing reads
-the environment.
+the environment. Lengths choose between two kernels at most (few queries or many), so a new length compiles
+nothing once both exist.
 """
 
 from __future__ import annotations
