@@ -156,7 +156,7 @@ def verify(
         for _ in range(seeds):
             step()
         return replace(row, problem=str(error))
-    operands = Operands(**_operands(problem))
+    operands = Operands(**random_operands(problem))
     out = torch.full((*operands.q.shape[:-1], problem.head_dim_v), math.nan, dtype=problem.dtype)
     lse = torch.full(_lse_shape(problem, operands.q), math.nan)
     recorded = record(
@@ -190,7 +190,7 @@ def verify(
     )
 
 
-def _operands(problem: Problem) -> dict[str, Any]:
+def random_operands(problem: Problem) -> dict[str, Any]:
     """Random operands of a problem, host tensors."""
     generator = torch.Generator().manual_seed(1)
 

@@ -13,6 +13,7 @@ import json
 import pickle
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +32,7 @@ def _check(status: int) -> None:
         raise RuntimeError(f"CUDA driver error {status}")
 
 
-# ---- Tensor maps -------------------------------------------------------------------------------------------
+# ---- Tensor maps -----------------------------------------------------------------------------------------
 
 
 def draw_map(rng: random.Random) -> dict:
@@ -115,7 +116,7 @@ def collect_maps(driver: ctypes.CDLL) -> dict[str, np.ndarray]:
     return columns
 
 
-# ---- Approximate functions ---------------------------------------------------------------------------------
+# ---- Approximate functions -------------------------------------------------------------------------------
 
 
 def unary_ptx(operation: str) -> str:
@@ -231,7 +232,7 @@ def measure_errors(driver: ctypes.CDLL) -> dict[str, dict[str, float]]:
     return worst
 
 
-# ---- Compiled kernels --------------------------------------------------------------------------------------
+# ---- Compiled kernels ------------------------------------------------------------------------------------
 
 
 def run_packed(path: Path) -> dict[str, np.ndarray]:
@@ -271,15 +272,40 @@ def run_packed(path: Path) -> dict[str, np.ndarray]:
     return outputs
 
 
+def run_gemm(driver: ctypes.CDLL) -> np.ndarray:
+    """The hand-written kernel `gemm` (tests/vgpu/mutations), its tensor maps made by our own encoder."""
+    from tests.vgpu.mutations import kernels
+
+    from coflash.vgpu.tensormap import encode
+
+    problem = kernels.hopper()
+    module, function = ctypes.c_void_p(), ctypes.c_void_p()
+    _check(driver.cuModuleLoadData(ctypes.byref(module), kernels.HOPPER.encode() + b"\0"))
+    _check(driver.cuModuleGetFunction(ctypes.byref(function), module, b"gemm"))
+    tensors = [torch.from_numpy(b.data.copy()).cuda() for b in problem.launch.buffers]
+    maps = [encode(replace(m, address=t.data_ptr())) for m, t in zip(problem.maps, tensors, strict=True)]
+    values = [(ctypes.c_uint8 * 128).from_buffer_copy(m) for m in maps]
+    blocks = ctypes.c_uint32(kernels.BLOCKS)
+    arguments = (ctypes.c_void_p * 4)(*(ctypes.addressof(v) for v in [*values, blocks]))
+    shared = problem.launch.shared_bytes
+    torch.cuda.synchronize()
+    _check(driver.cuLaunchKernel(function, 2, 1, 1, 160, 1, 1, shared, None, arguments, None))
+    torch.cuda.synchronize()
+    made = tensors[2].cpu().numpy().view(np.uint16)
+    print("gemm is right:", np.array_equal(made, problem.right.reshape(-1)))
+    return made
+
+
 def main() -> None:
     packed, out = Path(sys.argv[1]), Path(sys.argv[2])
     print(torch.cuda.get_device_name(), torch.version.cuda)
     torch.zeros(1).cuda()
     driver = ctypes.CDLL("libcuda.so.1")
-    np.savez_compressed(out / "tensormaps.npz", **collect_maps(driver))
-    np.savez_compressed(out / "approximations.npz", **collect_approximations(driver))
-    (out / "approximation_errors.json").write_text(json.dumps(measure_errors(driver), indent=1))
     kernels: dict[str, np.ndarray] = {}
+    if "--kernels" not in sys.argv:
+        np.savez_compressed(out / "tensormaps.npz", **collect_maps(driver))
+        np.savez_compressed(out / "approximations.npz", **collect_approximations(driver))
+        (out / "approximation_errors.json").write_text(json.dumps(measure_errors(driver), indent=1))
     for path in sorted(packed.glob("*.pkl")):
         try:
             kernels.update(run_packed(path))
@@ -287,6 +313,7 @@ def main() -> None:
         except Exception as error:
             print("FAILED", path.stem, repr(error)[:500])
     np.savez_compressed(out / "kernels.npz", **kernels)
+    np.savez_compressed(out / "gemm.npz", gemm=run_gemm(driver))
 
 
 if __name__ == "__main__":

@@ -3,9 +3,11 @@ lists."""
 
 from __future__ import annotations
 
+import math
 import pickle
+import shutil
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,9 @@ def runtime_libraries() -> list[str]:
 
 
 def link(object_file: Path, target: Path) -> None:
+    if object_file.suffix == ".so":
+        shutil.copy(object_file, target)
+        return
     subprocess.run(["cc", "-shared", str(object_file), *runtime_libraries(), "-o", str(target)], check=True)
 
 
@@ -67,19 +72,67 @@ class Pack:
         (self.folder / f"{self.name}.pkl").write_bytes(pickle.dumps(packed))
 
 
-def main() -> None:
-    """python -m tests.vgpu.hardware.pack FOLDER: flash-attn-4's sm_90a cases."""
-    import sys
+# The package's own kernels: cases of `coflash verify`, with random inputs and with exact ones.
+OWN = ("d64", "d128 causal", "d256")
 
-    from tests.vgpu.peers.cases import CASES, inputs, run
+
+def own_call(name: str, exact: bool, sink: Callable[..., Any]) -> tuple[Any, Any, dict[str, Any]]:
+    """Give `sink` the arguments of a case's compiled function; (entry, operands, outputs)."""
+    from dataclasses import replace
+
+    import torch
+
+    from coflash import compiler, planning
+    from coflash.commands import verify
+    from coflash.compiler.launch import bind
+    from coflash.operands import Operands
+
+    problem = {**verify.CASES, **verify.MORE_CASES}[name]
+    device = replace(planning.typical("sm_90a"), num_sms=verify.MULTIPROCESSORS)
+    plan = planning.plan(problem, device, backend="kernel")
+    entry = compiler.build(plan.kernel, plan.config, plan.arch)
+    operands = Operands(**verify.random_operands(problem))
+    if exact:
+        # Row i of q and k is 64 times unit vector i mod head_dim: a power of two of keys have all the
+        # weight.
+        for t in (operands.q, operands.k):
+            row, column = torch.arange(t.shape[1])[:, None], torch.arange(t.shape[-1])
+            t.copy_(64.0 * (row % t.shape[-1] == column)[None, :, None, :])
+        operands.v.copy_((operands.v.float() * 4).round().clamp(-8, 8))
+    out = torch.full((*operands.q.shape[:-1], problem.head_dim_v), math.nan, dtype=problem.dtype)
+    lse = torch.full((problem.batch, problem.nheads_q, problem.seqlen_q), math.nan)
+    launch = bind(lambda *arguments: sink(entry, arguments), entry.arguments, plan.scalars)
+    launch(operands, out, lse)
+    return entry, operands, {"out": out, "lse": lse}
+
+
+def main() -> None:
+    """python -m tests.vgpu.hardware.pack FOLDER [--own]: flash-attn-4's sm_90a cases, or the package's
+    own."""
+    import sys
 
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
+    if "--own" in sys.argv:
+        for name in OWN:
+            for exact in (False, True):
+                pack = Pack(folder, own_name(name, exact))
+                _, _, outputs = own_call(
+                    name, exact, lambda entry, given, pack=pack: pack.add(entry.so, entry.function, given)
+                )
+                pack.write(outputs)
+        return
+    from tests.vgpu.peers.cases import CASES, inputs, run
+
     for case in CASES["sm_90a"]:
         pack = Pack(folder, str(case))
         given = inputs(case)
         made = run(case, given, lambda call, pack=pack: pack.add(call.object, "peer", call.arguments))
         pack.write(made)
+
+
+def own_name(name: str, exact: bool) -> str:
+    return "own-" + name.replace(" ", "-") + ("-exact" if exact else "")
 
 
 if __name__ == "__main__":

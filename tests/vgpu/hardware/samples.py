@@ -32,7 +32,8 @@ FLOAT16 = ("ex2.approx.f16", "ex2.approx.ftz.bf16", "tanh.approx.f16", "tanh.app
 
 
 def float32_inputs(operation: str) -> np.ndarray:
-    """Raw bits (uint32): a comb over every exponent, then an even grid over the interval that kernels use."""
+    """Raw bits (uint32): a comb over every exponent, then an even grid over the interval that kernels
+    use."""
     low, high = FLOAT32[operation]
     comb = (np.arange(COUNT, dtype=np.uint64) * 131071 % (1 << 32)).astype(np.uint32)
     grid = (low + (high - low) / COUNT * (np.arange(COUNT, dtype=np.float64) + 0.5)).astype(np.float32)

@@ -83,8 +83,11 @@ HOPPER = f"""
   mov.u32 %row, %ctaid.x;
   shl.b32 %row, %row, 6;
   mov.u64 %ma, map_a;
+  cvta.param.u64 %ma, %ma;
   mov.u64 %mb, map_b;
+  cvta.param.u64 %mb, %mb;
   mov.u64 %mc, map_c;
+  cvta.param.u64 %mc, %mc;
   ld.param.u32 %blocks, [blocks];
   setp.eq.u32 %first, %thread, 0;
   @!%first bra initialised;
@@ -247,9 +250,13 @@ BLACKWELL = f"""
   add.u32 %o_ready, %bars, 56;
   add.u32 %slot, %bars, 64;
   mov.u64 %ma, map_a;
+  cvta.param.u64 %ma, %ma;
   mov.u64 %mb, map_b;
+  cvta.param.u64 %mb, %mb;
   mov.u64 %mv, map_v;
+  cvta.param.u64 %mv, %mv;
   mov.u64 %mc, map_c;
+  cvta.param.u64 %mc, %mc;
   ld.param.u32 %blocks, [blocks];
   setp.eq.u32 %first, %thread, 0;
   @!%first bra initialised;
@@ -328,7 +335,6 @@ product:
   add.u32 %b, %smem, %x;
   add.u32 %b, %b, 32768;
 {_wait("%full", "%phase", "wait_full")}
-  tcgen05.fence::after_thread_sync;
   shr.u32 %x, %a, 4;
   cvt.u64.u32 %wide, %x;
   or.b64 %desc_a, %wide, %fixed;
@@ -403,6 +409,7 @@ class Problem:
     """A launch, its inputs in memory, and the C it must leave."""
 
     launch: Launch
+    maps: list[TensorMap]
     c: np.ndarray  # raw bfloat16
     right: np.ndarray
 
@@ -420,10 +427,9 @@ def _float32(raw: np.ndarray) -> np.ndarray:
     return (raw.astype(np.uint32) << 16).view(np.float32)
 
 
-def _map(buffer: Buffer, rows: int, columns: int, box_rows: int, swizzle: int) -> bytes:
+def _map(buffer: Buffer, rows: int, columns: int, box_rows: int, swizzle: int) -> TensorMap:
     box = (64, box_rows)
-    map_ = TensorMap(buffer.address, "bf16", (columns, rows), (2, 2 * columns), box, (1, 1), swizzle)
-    return encode(map_)
+    return TensorMap(buffer.address, "bf16", (columns, rows), (2, 2 * columns), box, (1, 1), swizzle)
 
 
 def _aligned(rows: int, columns: int) -> np.ndarray:
@@ -456,10 +462,10 @@ def hopper(ptx: str = HOPPER, seed: int = 0) -> Problem:
         block=(160, 1, 1),
         cluster=(2, 1, 1),
         shared_bytes=40992,
-        params=b"".join(maps) + BLOCKS.to_bytes(4, "little"),
+        params=b"".join(map(encode, maps)) + BLOCKS.to_bytes(4, "little"),
         buffers=buffers,
     )
-    return Problem(launch, c, _bfloat16(_float32(a) @ _float32(b).T))
+    return Problem(launch, maps, c, _bfloat16(_float32(a) @ _float32(b).T))
 
 
 def blackwell(ptx: str = BLACKWELL, seed: int = 0) -> Problem:
@@ -481,8 +487,8 @@ def blackwell(ptx: str = BLACKWELL, seed: int = 0) -> Problem:
         grid=(1, 1, 1),
         block=(192, 1, 1),
         shared_bytes=73796,
-        params=b"".join(maps) + BLOCKS.to_bytes(4, "little"),
+        params=b"".join(map(encode, maps)) + BLOCKS.to_bytes(4, "little"),
         buffers=buffers,
     )
     p = _float32(_bfloat16(_float32(a) @ _float32(b).T))
-    return Problem(launch, c, _bfloat16(p @ _float32(v).T))
+    return Problem(launch, maps, c, _bfloat16(p @ _float32(v).T))

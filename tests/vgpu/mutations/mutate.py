@@ -65,7 +65,7 @@ def dropped_fences(ptx: str) -> Iterator[Mutation]:
     yield from _drop("drop a proxy fence", ptx, r"^\s*fence\.proxy\.async", {"races"})
     yield from _drop("drop a barrier-init fence", ptx, r"^\s*fence\.mbarrier_init", {"races", "barriers"})
     yield from _drop("drop a wgmma fence", ptx, r"^\s*wgmma\.fence", {"pending_registers", "races"})
-    yield from _drop("drop a tcgen05 fence", ptx, r"^\s*tcgen05\.fence", {"races"})
+    yield from _drop("drop a tcgen05 fence", ptx, r"^\s*tcgen05\.fence", {"tensor_fence"})
 
 
 def dropped_waits(ptx: str) -> Iterator[Mutation]:

@@ -8,37 +8,44 @@ import numpy as np
 import pytest
 import torch
 from tests.vgpu.peers.cases import CASES, Case, allowed_error, answers, inputs, run
+from tests.vgpu.peers.harness import Call
 
-from coflash.vgpu.check import check
+from coflash.vgpu import Finding, check
 
 pytestmark = pytest.mark.peers
 
-SCHEDULES = [("round-robin", 0)]
-
-# What the virtual GPU reports of kernels that are right, and why: see docs/vgpu.md, "Findings in right kernels".
-EXPLAINED: dict[str, str] = {}
+SCHEDULES = [("round-robin", 0), ("lazy", 0), ("random", 0)]
 
 
-def _run(case: Case) -> tuple[dict[str, torch.Tensor], list[str]]:
-    given = inputs(case)
-    findings: list[str] = []
+def _explained(case: Case) -> set[str]:
+    """What is reported of these kernels although they work, and why: docs/vgpu.md, "Findings in right
+    kernels"."""
+    if case.arch != "sm_100a":
+        return set()
+    return {"tensor_load_wait", "tensor_fence"} | ({"exit"} if case.backward else set())
 
-    def on_call(call) -> None:
-        verdict = check(call.launches(), tries=SCHEDULES)
-        findings.extend(str(f) for f in verdict.findings if f.check not in EXPLAINED)
 
-    return run(case, given, on_call), findings
+def _run(case: Case, schedules: list[tuple[str, int]]) -> tuple[dict[str, torch.Tensor], list[Finding]]:
+    findings: list[Finding] = []
+
+    def on_call(call: Call) -> None:
+        # Without `deterministic`, the gradients are summed in no fixed order.
+        same_bits = case.deterministic or not case.backward
+        findings.extend(check(call.launches(), tries=schedules, same_bits=same_bits).findings)
+
+    return run(case, inputs(case), on_call), findings
 
 
 @pytest.mark.parametrize("case", [*CASES["sm_90a"], *CASES["sm_100a"]], ids=str)
 def test_answer_and_findings(case):
-    made, findings = _run(case)
+    made, findings = _run(case, SCHEDULES)
     given = inputs(case)
     right, allowed = answers(case, given, torch.float64), allowed_error(case, given)
     for name, value in made.items():
         error = (value.double() - right[name]).abs().max().item()
         assert error <= allowed[name], f"{name}: error {error:.3g}, allowed {allowed[name]:.3g}"
-    assert not findings, "\n".join(findings)
+    unexplained = [finding for finding in findings if finding.check not in _explained(case)]
+    assert not unexplained, "\n".join(map(str, unexplained))
 
 
 HARDWARE = Path(__file__).parents[1] / "hardware" / "data" / "kernels.npz"
@@ -46,12 +53,14 @@ HARDWARE = Path(__file__).parents[1] / "hardware" / "data" / "kernels.npz"
 
 @pytest.mark.parametrize("case", CASES["sm_90a"], ids=str)
 def test_same_result_as_an_h200(case):
-    """Where the arithmetic is exact, the same bits; else within the bound of a different order of accumulation.
+    """Where the arithmetic is exact, the same bits; else within the bound of a different order of
+    accumulation.
 
-    The tensor cores of the virtual GPU add products in their own order and ex2 is rounded differently in its last
-    bit, so a result may round to the neighbouring 16-bit value; more than a few such neighbours would be an error.
+    The tensor cores of the virtual GPU add products in their own order and ex2 is rounded differently in
+    its last bit, so a result may round to the neighbouring 16-bit value; more than a few such neighbours
+    would be an error.
     """
-    made, _ = _run(case)
+    made, _ = _run(case, SCHEDULES[:1])
     recorded = np.load(HARDWARE)
     for name, value in made.items():
         bits = torch.from_numpy(recorded[f"{case}/{name}"])
