@@ -19,6 +19,7 @@ import hashlib
 import os
 import re
 import shutil
+import struct
 import subprocess
 import tempfile
 import threading
@@ -61,7 +62,7 @@ class RecorderError(RuntimeError):
     """The object, its PTX and the arguments do not fit together, or the recorder could not be built."""
 
 
-# ---- The stand-in runtime ----------------------------------------------------------------------------------
+# ---- The stand-in runtime --------------------------------------------------------------------------------
 
 
 class _Dim3(ctypes.Structure):
@@ -187,18 +188,35 @@ def _load(path: Path) -> Any:
         else:
             # A needed library is found by name, and the recorder is already loaded under the other one.
             loadable.write_bytes(image.replace(RUNTIME.encode() + b"\0", LIBRARY.encode() + b"\0"))
+        for name in _undefined_symbols(loadable.read_bytes()):
+            # A real runtime that the process has loaded would offer them too, and must not be called.
+            if re.match(r"_?cu|CuteDSLRT_", name) and not hasattr(_runtime(), name):
+                raise RecorderError(f"{path} needs {name}, which the recorder does not offer")
         try:
             # Its own libraries first, whatever the process has loaded globally; every symbol at once, not
             # at call.
             ctypes.CDLL(str(loadable), mode=os.RTLD_NOW | os.RTLD_LOCAL | os.RTLD_DEEPBIND)
             return tvm_ffi.load_module(str(loadable))
         except OSError as error:
-            missing = re.search(r"undefined symbol: (\w+)", str(error))
-            if missing:
-                raise RecorderError(
-                    f"{path} needs {missing[1]}, which the recorder does not offer"
-                ) from error
             raise RecorderError(f"{path} cannot be loaded: {error}") from error
+
+
+def _undefined_symbols(image: bytes) -> list[str]:
+    """The dynamic symbols that a 64-bit ELF object expects from others."""
+    (table,) = struct.unpack_from("<Q", image, 0x28)
+    entry_size, count = struct.unpack_from("<HH", image, 0x3A)
+    sections = [struct.unpack_from("<IIQQQQIIQQ", image, table + i * entry_size) for i in range(count)]
+    names = []
+    for _, kind, _, _, offset, size, link, _, _, _ in sections:
+        if kind != 11:  # SHT_DYNSYM
+            continue
+        strings = sections[link][4]
+        for at in range(offset, offset + size, 24):
+            name, _, _, section = struct.unpack_from("<IBBH", image, at)
+            if name and section == 0:
+                end = image.index(b"\0", strings + name)
+                names.append(image[strings + name : end].decode())
+    return names
 
 
 def exported_functions(path: Path) -> list[str]:
@@ -207,7 +225,7 @@ def exported_functions(path: Path) -> list[str]:
     return sorted(name.decode() for name in names)
 
 
-# ---- Host tensors as CUDA tensors --------------------------------------------------------------------------
+# ---- Host tensors as CUDA tensors ------------------------------------------------------------------------
 
 
 class _DLTensor(ctypes.Structure):
@@ -295,7 +313,7 @@ def merge_buffers(buffers: Iterable[Buffer]) -> list[Buffer]:
     return merged
 
 
-# ---- Parameters --------------------------------------------------------------------------------------------
+# ---- Parameters ------------------------------------------------------------------------------------------
 
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\((.*?)\)\s*(?=[.{])", re.DOTALL)
 _PARAM = re.compile(
@@ -324,7 +342,7 @@ def parameter_layout(ptx: str, kernel: str) -> list[tuple[int, int]]:
     return layout
 
 
-# ---- record ------------------------------------------------------------------------------------------------
+# ---- record ----------------------------------------------------------------------------------------------
 
 
 def record(
@@ -335,7 +353,8 @@ def record(
     names: Iterable[str] | None = None,
     multiprocessors: int | None = None,
 ) -> Callable[..., list[Launch]]:
-    """A callable that runs the host code of an exported object and returns its launches instead of launching.
+    """A callable that runs the host code of an exported object and returns its launches instead of
+    launching.
 
     `shared_object` is what CuTe-DSL's `export_to_c` wrote, linked or not. `ptx` is its PTX, as text or as a
     file (by default the file beside the object that ends in .ptx). `function` is the exported name, needed

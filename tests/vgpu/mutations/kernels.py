@@ -274,10 +274,8 @@ initialised:
   @%p bra allocated;
   tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%slot], 256;
   tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;
-  tcgen05.fence::before_thread_sync;
 allocated:
   bar.sync 0;
-  tcgen05.fence::after_thread_sync;
   ld.shared.b32 %tmem, [%slot];
   add.u32 %tmem_p, %tmem, 64;
   add.u32 %tmem_o, %tmem, 128;
@@ -378,7 +376,6 @@ compute:
   tcgen05.ld.sync.aligned.32x32b.x32.b32 {_registers(32)}, [%tmem_row+128];
   tcgen05.ld.sync.aligned.32x32b.x32.b32 {_registers(32, 32)}, [%tmem_row+160];
   tcgen05.wait::ld.sync.aligned;
-  tcgen05.fence::before_thread_sync;
 {_TO_PAIRS}
   add.u32 %c, %smem, 57344;
   shl.b32 %x, %thread, 7;
@@ -394,7 +391,6 @@ finish:
   barrier.sync 0;
   setp.ne.u32 %p, %warp, 5;
   @%p bra done;
-  tcgen05.fence::after_thread_sync;
   tcgen05.dealloc.cta_group::1.sync.aligned.b32 %tmem, 256;
 done:
   ret;

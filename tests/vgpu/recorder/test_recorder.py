@@ -86,6 +86,7 @@ def test_unknown_attribute_is_named(host):
 
 
 def test_missing_symbol_is_named(tmp_path):
+    """Also where a real runtime, loaded before, would offer it."""
     needy = _object(tmp_path, "-DNEEDS_MORE", name="needy")
     with pytest.raises(RecorderError, match="needs _cudaGraphLaunch, which the recorder does not offer"):
         record(needy, PTX)
