@@ -215,14 +215,14 @@ def describe(operands: Operands, options: Options) -> Sizes:
         refuse("cu_seqlens_q", "of shape (0,)", "(batch + 1,), at least one element")
     if o.cu_seqlens_k is not None:
         check_index("cu_seqlens_k", o.cu_seqlens_k, (batch + 1,), o.q.device, "(batch + 1,)")
-    for name, tensor in (
+    for name, index in (
         ("seqused_q", o.seqused_q),
         (names["seqused_k"], o.seqused_k),
         ("cache_batch_idx", o.cache_batch_idx),
         ("cache_leftpad", o.cache_leftpad),
     ):
-        if tensor is not None:
-            check_index(name, tensor, (batch,), o.q.device, "(batch,)")
+        if index is not None:
+            check_index(name, index, (batch,), o.q.device, "(batch,)")
     if o.page_table is not None:
         check_index("page_table", o.page_table, (batch, None), o.q.device, "(batch, pages_per_sequence)")
         if o.k.shape[1] < 1:

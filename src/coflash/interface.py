@@ -107,8 +107,8 @@ def flash_attn_func(
             learnable_sink,
             alibi_slopes,
             (),
-            softmax_scale,  # type: ignore[arg-type]
-            dropout_seed=dropout_seed,  # type: ignore[arg-type]
+            _scale(q, softmax_scale),
+            dropout_seed=_seed(q, dropout_p, dropout_seed),
         ),
         Options(
             "flash_attn_func",
@@ -189,13 +189,13 @@ def flash_attn_varlen_func(
             learnable_sink,
             alibi_slopes,
             (),
-            softmax_scale,  # type: ignore[arg-type]
+            _scale(q, softmax_scale),
             cu_seqlens_q,
             cu_seqlens_k,
             seqused_q,
             seqused_k,
             page_table,
-            dropout_seed=dropout_seed,  # type: ignore[arg-type]
+            dropout_seed=_seed(q, dropout_p, dropout_seed),
         ),
         Options(
             "flash_attn_varlen_func",
@@ -271,15 +271,13 @@ def flash_attn_with_kvcache(
     Returns:
         `(batch, seqlen_q, nheads_q, head_dim_v)`; with `return_lse` also lse `(batch, nheads_q, seqlen_q)`.
     """
-    checks.check_tensor("q", q)
     operands = Operands(
         q,
         k_cache,
         v_cache,
         learnable_sink,
         alibi_slopes,
-        softmax_scale=_default_scale(q) if softmax_scale is None else softmax_scale,
-        seqused_k=cache_seqlens,
+        softmax_scale=_scale(q, softmax_scale),
         page_table=page_table,
         cache_batch_idx=cache_batch_idx,
         cache_leftpad=cache_leftpad,
@@ -295,8 +293,8 @@ def flash_attn_with_kvcache(
         backend=backend,
         kernel_options=_pairs(kernel_options),
     )
-    operands = kvcache.extend(operands, options, k, v, rotary_cos, rotary_sin, rotary_interleaved)
-    return _attend(operands, options)
+    rotary = kvcache.Rotary(rotary_cos, rotary_sin, rotary_interleaved)
+    return _attend(kvcache.extend(operands, options, cache_seqlens, k, v, rotary), options)
 
 
 def flex_attention(
@@ -347,7 +345,7 @@ def flex_attention(
             query.transpose(1, 2),
             key.transpose(1, 2),
             value.transpose(1, 2),
-            softmax_scale=scale,
+            softmax_scale=_scale(query, scale),
             block_tables=tables,
         ),
         Options(
@@ -401,12 +399,8 @@ def _attend(operands: Operands, options: Options) -> Tensor | tuple[Tensor, Tens
     """Run a call: straight from the table of prepared calls if its signature has been seen."""
     q = operands.q
     checks.check_tensor("q", q)
-    if operands.softmax_scale is None:
-        operands = operands._replace(softmax_scale=_default_scale(q))
     if torch.is_autocast_enabled(q.device.type):
         operands = _autocast(operands)
-    if options.dropout_p:
-        operands = operands._replace(dropout_seed=_seed(operands.dropout_seed, q.device))
     if torch_ops.needs_tracing(operands):
         out, lse = torch_ops.attend_traced(operands, options)
         return _results(out, lse, options)
@@ -416,8 +410,10 @@ def _attend(operands: Operands, options: Options) -> Tensor | tuple[Tensor, Tens
     return _results(out, lse, options)
 
 
-def _default_scale(q: Tensor) -> float:
-    return q.shape[-1] ** -0.5 if q.dim() and q.shape[-1] else 1.0
+def _scale(q: Tensor, softmax_scale: float | None) -> float:
+    if softmax_scale is not None:
+        return softmax_scale
+    return q.shape[-1] ** -0.5 if isinstance(q, Tensor) and q.dim() and q.shape[-1] else 1.0
 
 
 def _results(out: Tensor, lse: Tensor, options: Options) -> Tensor | tuple[Tensor, Tensor]:
@@ -431,7 +427,7 @@ def _pairs(kernel_options: Mapping[str, Any] | None) -> tuple[tuple[str, Any], .
     if kernel_options is None:
         return None
     if not isinstance(kernel_options, Mapping):
-        accepted = "a mapping of names to values, or None"
+        accepted = "a mapping of names to values, or None"  # type: ignore[unreachable]
         checks.refuse("kernel_options", type(kernel_options).__name__, accepted, TypeError)
     return tuple(sorted(kernel_options.items()))
 
@@ -447,8 +443,11 @@ def _autocast(operands: Operands) -> Operands:
     return operands._replace(q=q, k=k, v=v)
 
 
-def _seed(seed: int | Tensor | None, device: torch.device) -> Tensor:
+def _seed(q: Tensor, dropout_p: float, seed: int | Tensor | None) -> Tensor | None:
     """The dropout seed as a tensor of one int64."""
+    if not dropout_p or not isinstance(q, Tensor):
+        return None
+    device = q.device
     if seed is None:
         return torch.randint(2**62, (), device=device)
     if isinstance(seed, Tensor):

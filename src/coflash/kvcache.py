@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -9,24 +11,32 @@ from coflash import checks
 from coflash.checks import Options, Sizes
 from coflash.operands import Operands
 
-__all__ = ["extend"]
+__all__ = ["Rotary", "extend"]
+
+
+class Rotary(NamedTuple):
+    """Tables of angles for positions, and which dimensions are a pair."""
+
+    cos: Tensor | None
+    sin: Tensor | None
+    interleaved: bool
 
 
 def extend(
     operands: Operands,
     options: Options,
+    cache_seqlens: int | Tensor | None,
     k: Tensor | None,
     v: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    interleaved: bool,
+    rotary: Rotary,
 ) -> Operands:
     """Append k and v to the cache, rotating k and q if tables are given: operands of the call that is left.
 
     Everything is checked before anything is written.
     """
     q = operands.q
-    lengths = _lengths(operands, k)
+    cos, sin, interleaved = rotary
+    lengths = _lengths(q, cache_seqlens, k)
     if (k is None) != (v is None):
         checks.refuse("v" if v is None else "k", "None", "both k and v, or neither")
     if (cos is None) != (sin is None):
@@ -74,15 +84,13 @@ def extend(
     return operands
 
 
-def _lengths(operands: Operands, k: Tensor | None) -> Tensor | None:
+def _lengths(q: Tensor, given: int | Tensor | None, k: Tensor | None) -> Tensor | None:
     """cache_seqlens as a tensor."""
-    given: object = operands.seqused_k
+    checks.check_tensor("q", q)
     if given is None:
         if k is not None:
             checks.refuse("cache_seqlens", "None", "an int or int32 (batch,) whenever k is given")
         return None
-    q = operands.q
-    checks.check_tensor("q", q)
     if isinstance(given, Tensor):
         batch = q.shape[0] if q.dim() else 0
         checks.check_index("cache_seqlens", given, (batch,), q.device, "(batch,)")

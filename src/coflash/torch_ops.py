@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
@@ -349,12 +349,8 @@ def _unpack(args: tuple[Any, ...]) -> tuple[Operands, Options, functions.Functio
     entry, causal, left, right, softcap, number, dropout_p, deterministic, backend, *last = chosen
     most_q, most_k, size, kernel_options = last
     tables = tensors[15]
-    operands = Operands(
-        *tensors[:5],
-        tuple(tensors[5]),
-        *tensors[6:15],
-        BlockTables(*tables, *[None] * (4 - len(tables))) if tables else None,
-    )
+    block_tables = BlockTables(*tables, *[None] * (4 - len(tables))) if tables else None
+    operands = Operands._make((*tensors[:5], tuple(tensors[5]), *tensors[6:15], block_tables))
     found = functions.find(number)
     options = Options(
         entry,
@@ -522,7 +518,7 @@ def _flatten(args: tuple[Any, ...]) -> tuple[_Form, list[Tensor | None]]:
     return form, [*args[:5], *args[7:15], *args[5], *args[15]]
 
 
-def _restore(form: _Form, flat: tuple[Any, ...]) -> tuple[Any, ...]:
+def _restore(form: _Form, flat: Sequence[Any]) -> tuple[Any, ...]:
     captured = list(flat[_FIXED : _FIXED + form.captured])
     tables = list(flat[_FIXED + form.captured :])
     return *flat[:5], captured, form.softmax_scale, *flat[5:_FIXED], tables, *form.chosen

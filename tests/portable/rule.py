@@ -79,7 +79,8 @@ def _dense(
         call.lse_rows(lse, b).copy_(s.lse.detach())
         seen = torch.where(s.lse.isfinite(), s.lse.detach().abs(), 0.0) + 1
         if s.raw.numel():
-            seen = torch.maximum(seen, s.raw.detach().abs().amax(-1))
+            products = (q.detach().abs().transpose(0, 1) @ s.keys.detach().abs().mT) * abs(s.scale)
+            seen = torch.maximum(seen, products.amax(-1))
         if seen.numel():
             scales["lse"] = max(scales.get("lse", 0.0), float(seen.max()))
         if s.raw.numel() == 0 and "sink" not in leaves:

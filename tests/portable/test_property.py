@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from tests.portable.reference import Options
 from tests.portable.rule import Call, check
@@ -212,6 +212,8 @@ COMMON = {
     "derandomize": True,
     "suppress_health_check": list(HealthCheck),
     "print_blob": True,
+    # Shrinking a failure takes longer than all cases together; the drawn call says enough.
+    "phases": (Phase.explicit, Phase.reuse, Phase.generate),
 }
 
 

@@ -190,6 +190,7 @@ class _Call:
         With `graph` also the scaled scores, and what was made of them, for `pull_back`.
         """
         scale = self.operands.softmax_scale
+        raw = transformed = None
         if self.scores.transforms:
             raw = self.per_head(torch.bmm(queries, keys.mT).mul_(scale), tile)
             if graph:
@@ -199,7 +200,6 @@ class _Call:
             scores = transformed if torch.is_grad_enabled() else transformed.detach()
             scores = scores.clone().reshape(*queries.shape[:2], keys.shape[1])  # to be overwritten
         else:
-            raw = transformed = None
             empty = queries.new_empty(())
             scores = torch.baddbmm(empty, queries, keys.mT, beta=0, alpha=scale / self.score_scale)
         keep = self.scores.visible(tile)
