@@ -166,12 +166,7 @@ class Forward:
         c = self.config
         if warp == 0:
             if prims.elect_sync():
-                for name, copies in c.barriers.items():
-                    for copy in range(copies):
-                        count = self.arrivals[name]
-                        if name == "work_free" and c.ctas == 2:
-                            count = count - rank  # only the leader has an MMA thread
-                        prims.mbarrier_init(op.shared(getattr(sh, name) + 8 * copy), count)
+                self.init_barriers(sh, rank)
                 prims.fence_mbarrier_init()
         if warp == EPILOGUE:
             prims.tcgen05_alloc(op.shared(sh.tensor_base, Int32), 512, group=self.group)
@@ -179,6 +174,14 @@ class Forward:
         prims.tcgen05_fence("before_thread_sync")
         self.everybody()
         prims.tcgen05_fence("after_thread_sync")
+
+    def init_barriers(self, sh: Shared, rank: Int32) -> None:
+        for name, copies in self.config.barriers.items():
+            count: Any = self.arrivals[name]
+            if name == "work_free" and self.config.ctas == 2:
+                count = count - rank  # only the leader has an MMA thread
+            for copy in range(copies):
+                op.init(getattr(sh, name) + 8 * copy, count)
 
     @cute.jit
     def finish(self, warp, columns):

@@ -62,6 +62,15 @@ def tensor(address: Int32, element: Any = Int32) -> cutlass.Pointer:
 
 
 @dsl_user_op
+def init(barrier: Int32, arrivals: Any, *, loc: Any = None, ip: Any = None) -> None:
+    """Make a barrier whose phases take `arrivals` arrivals."""
+    if isinstance(arrivals, int):
+        ptx(None, f"mbarrier.init.shared::cta.b64 [$0], {arrivals};", "r", barrier, loc=loc, ip=ip)
+    else:
+        ptx(None, "mbarrier.init.shared::cta.b64 [$0], $1;", "r,r", barrier, arrivals, loc=loc, ip=ip)
+
+
+@dsl_user_op
 def wait(barrier: Int32, parity: Int32, *, cluster: bool = False, loc: Any = None, ip: Any = None) -> None:
     """Block until the barrier's phase of this parity is complete."""
     scope = "cluster" if cluster else "cta"

@@ -189,10 +189,14 @@ class HalfRows(Rows):
         self.place[1] = buffer + self.half * (self.width // 2)
 
     def agree(self, top: Float32) -> Float32:
-        """Largest of both halves. Two slots take turns, so that one barrier a block is enough."""
+        """Largest of both halves. Two slots take turns, so that one barrier a block is enough.
+
+        The barrier also lets the second half's P overlay the first half's S: both have read theirs."""
         slot = self.ring.stage * (8 * ROWS)
         op.store_shared(self.mine + slot, [top])
+        prims.tcgen05_fence("before_thread_sync")
         prims.barrier_cta_sync(1, thread_count=2 * ROWS)
+        prims.tcgen05_fence("after_thread_sync")
         return cute.arch.fmax(top, op.load_shared(self.other + slot, 1, Float32)[0])
 
     def wait_for_o(self) -> None:

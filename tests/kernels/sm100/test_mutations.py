@@ -1,0 +1,59 @@
+"""The silence of the virtual GPU on the Blackwell forward means something: mechanical faults in its PTX are found."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections import defaultdict
+
+import pytest
+
+pytest.importorskip("cutlass")
+
+from tests.kernels.sm90 import cases  # noqa: E402
+from tests.kernels.sm100.calls import Case, prepare  # noqa: E402
+from tests.vgpu.mutations.mutate import Mutation, mutations  # noqa: E402
+
+from coflash.vgpu import Machine  # noqa: E402
+
+FAULTS = 40
+CAUGHT = 0.95
+TRIES = (("lazy", 0), ("eager", 0), ("random", 0), ("random", 1), ("round-robin", 0))
+CASE = Case((300,), (500,), 2, 2, window_right=0, options={"head_dim": 128, "head_dim_v": 128})
+
+
+def spread(ptx: str, count: int) -> list[Mutation]:
+    """`count` faults, every kind in turn, each kind's from all over the kernel."""
+    kinds: dict[str, list[Mutation]] = defaultdict(list)
+    for mutation in mutations(ptx):
+        kinds[mutation.kind].append(mutation)
+    for found in kinds.values():
+        step = max(1, len(found) * len(kinds) // count)
+        found[:] = found[step // 2 :: step] + [m for i, m in enumerate(found) if (i - step // 2) % step]
+    turns = itertools.chain.from_iterable(itertools.zip_longest(*kinds.values()))
+    return list(itertools.islice((m for m in turns if m is not None), count))
+
+
+def notice(call, launch, mutation: Mutation) -> str:
+    """What is reported of the mutated kernel first; empty if nothing is."""
+    for schedule, seed in TRIES:
+        call.arguments["out"].fill_(float("nan"))
+        call.arguments["lse"].fill_(float("nan"))
+        faulty = copy.copy(launch)
+        faulty.ptx = mutation.ptx
+        report = Machine("sm_100a", schedule=schedule, seed=seed, max_steps=3_000_000).run(faulty)
+        if report.findings:
+            return str(report.findings[0])
+        if not cases.errors(call).ok:
+            return "answer"
+    return ""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_faults_are_noticed() -> None:
+    call, (launch,) = prepare(CASE, CASE.config(), blocks=2)
+    chosen = spread(launch.ptx, FAULTS)
+    missed = [m for m in chosen if not notice(call, launch, m)]
+    assert len(chosen) == FAULTS
+    assert len(missed) <= (1 - CAUGHT) * FAULTS, "\n".join(map(str, missed))
