@@ -25,7 +25,8 @@ def test_narrow_loads_extend(type_, bytes_, expected):
     given.view(np.uint8)[:4] = [0x80, 0x01, 0xFE, 0x7F]
     n = len(expected)
     out = run(
-        f"rem.u32 %r2, %r0, {n}; mul.wide.u32 %d5, %r2, {bytes_}; add.s64 %d5, %d1, %d5; ld.global.{type_} %r9, [%d5];" + STORE,
+        f"rem.u32 %r2, %r0, {n}; mul.wide.u32 %d5, %r2, {bytes_}; add.s64 %d5, %d1, %d5;"
+        f"ld.global.{type_} %r9, [%d5];" + STORE,
         given=given,
     )
     assert (out.view(np.int32) == np.array(expected)[LANE % n]).all()
@@ -36,13 +37,18 @@ def test_vectors_and_stores_of_every_width():
     given[:] = np.arange(256) * 3
     out = run(
         "mul.wide.u32 %d5, %r0, 16; add.s64 %d6, %d1, %d5; add.s64 %d7, %d0, %d5;"
-        "ld.global.v4.b32 {%r2, %r3, %r4, %r5}, [%d6]; st.global.v2.b32 [%d7], {%r3, %r2}; st.global.b32 [%d7+8], %r5;"
+        "ld.global.v4.b32 {%r2, %r3, %r4, %r5}, [%d6]; st.global.v2.b32 [%d7], {%r3, %r2};"
+        "st.global.b32 [%d7+8], %r5;"
         "cvt.u16.u32 %h1, %r4; st.global.b16 [%d7+12], %h1; st.global.b8 [%d7+14], %h1;",
         words=128, given=given,
     )  # fmt: skip
     rows = given[:128].reshape(32, 4)
     got = out.reshape(32, 4)
-    assert (got[:, 0] == rows[:, 1]).all() and (got[:, 1] == rows[:, 0]).all() and (got[:, 2] == rows[:, 3]).all()
+    assert (
+        (got[:, 0] == rows[:, 1]).all()
+        and (got[:, 1] == rows[:, 0]).all()
+        and (got[:, 2] == rows[:, 3]).all()
+    )
     assert (got[:, 3] == (rows[:, 2] & 0xFFFF) | ((rows[:, 2] & 0xFF) << 16)).all()
 
 
@@ -51,7 +57,8 @@ def test_64_and_128_bit_loads():
     given[:] = np.arange(512)
     out = run(
         "mul.wide.u32 %d5, %r0, 16; add.s64 %d6, %d1, %d5; ld.global.b128 %q1, [%d6]; mov.b128 {%d8, %d9}, %q1;"
-        "mov.b64 {%r2, %r3}, %d9; ld.global.v2.b64 {%d10, %d11}, [%d6]; sub.s64 %d12, %d10, %d8; cvt.u32.u64 %r4, %d12;"
+        "mov.b64 {%r2, %r3}, %d9; ld.global.v2.b64 {%d10, %d11}, [%d6]; sub.s64 %d12, %d10, %d8;"
+        "cvt.u32.u64 %r4, %d12;"
         "add.u32 %r9, %r3, %r4;" + STORE,
         given=given,
     )
@@ -63,7 +70,8 @@ def test_eight_words_at_once():
     given[:] = np.arange(512)
     out = run(
         "mul.wide.u32 %d5, %r0, 32; add.s64 %d6, %d1, %d5; add.s64 %d7, %d0, %d5;"
-        "ld.global.v8.b32 {%r2,%r3,%r4,%r5,%r6,%r7,%r8,%r9}, [%d6]; st.global.v8.b32 [%d7], {%r9,%r8,%r7,%r6,%r5,%r4,%r3,%r2};",
+        "ld.global.v8.b32 {%r2,%r3,%r4,%r5,%r6,%r7,%r8,%r9}, [%d6];"
+        "st.global.v8.b32 [%d7], {%r9,%r8,%r7,%r6,%r5,%r4,%r3,%r2};",
         words=256, given=given, arch="sm_100a",
     )  # fmt: skip
     assert (out.reshape(32, 8) == given[:256].reshape(32, 8)[:, ::-1]).all()
@@ -80,7 +88,8 @@ def test_shared_memory_between_warps():
 
 def test_generic_addresses_find_their_memory():
     out = run(
-        "shl.b32 %r2, %r0, 2; add.u32 %r3, %r1, %r2; cvt.u64.u32 %d5, %r3; cvta.shared.u64 %d6, %d5; st.b32 [%d6], %r0;"
+        "shl.b32 %r2, %r0, 2; add.u32 %r3, %r1, %r2; cvt.u64.u32 %d5, %r3; cvta.shared.u64 %d6, %d5;"
+        "st.b32 [%d6], %r0;"
         "ld.b32 %r9, [%d6]; isspacep.shared %p1, %d6; isspacep.global %p2, %d3; selp.u32 %r4, 100, 0, %p1;"
         "selp.u32 %r5, 1000, 0, %p2; add.u32 %r9, %r9, %r4; add.u32 %r9, %r9, %r5; cvta.to.shared.u64 %d7, %d6;"
         "sub.s64 %d7, %d7, %d5; cvt.u32.u64 %r6, %d7; add.u32 %r9, %r9, %r6; st.b32 [%d3], %r9;"
@@ -101,7 +110,8 @@ def test_static_shared_variables_and_global_tables():
 def test_local_memory_is_each_threads_own():
     out = run(
         ".local .align 8 .b8 depot[16];\n"
-        "mov.u64 %d5, depot; cvta.local.u64 %d6, %d5; st.b32 [%d6+4], %r0; st.local.b32 [%d5+8], 7; ld.local.b32 %r2, [%d5+4];"
+        "mov.u64 %d5, depot; cvta.local.u64 %d6, %d5; st.b32 [%d6+4], %r0; st.local.b32 [%d5+8], 7;"
+        "ld.local.b32 %r2, [%d5+4];"
         "ld.b32 %r3, [%d6+8]; add.u32 %r9, %r2, %r3;" + STORE
     )
     assert (out == LANE + 7).all()
@@ -110,14 +120,16 @@ def test_local_memory_is_each_threads_own():
 def test_parameters():
     out = run("ld.param.u32 %r9, [number];" + STORE, number=12345)
     assert (out == 12345).all()
-    out = run("mov.b64 %d5, number; cvta.param.u64 %d6, %d5; ld.param.u32 %r9, [%d5]; ld.u32 %r2, [%d6]; add.u32 %r9, %r9, %r2;"
+    out = run("mov.b64 %d5, number; cvta.param.u64 %d6, %d5; ld.param.u32 %r9, [%d5]; ld.u32 %r2, [%d6];"
+              "add.u32 %r9, %r9, %r2;"
               + STORE, number=4)  # fmt: skip
     assert (out == 8).all()
 
 
 @pytest.mark.parametrize(
     ("op", "start", "expected"),
-    [("add.u32", 5, 5 + LANE.sum()), ("max.u32", 5, 31), ("min.s32", -2 & 0xFFFFFFFF, -2 & 0xFFFFFFFF), ("or.b32", 64, 64 + 31),
+    [("add.u32", 5, 5 + LANE.sum()), ("max.u32", 5, 31), ("min.s32", -2 & 0xFFFFFFFF, -2 & 0xFFFFFFFF),
+     ("or.b32", 64, 64 + 31),
      ("and.b32", 255, 0), ("xor.b32", 3, 3), ("exch.b32", 9, 31), ("inc.u32", 100, 0)],
 )  # fmt: skip
 @pytest.mark.parametrize("space", ["global", "shared"])
@@ -129,7 +141,8 @@ def test_atomics(op, start, expected, space):
         setup, address = "", "[%r1]"
         init, finish = "st.shared.b32 [%r1], %r2;", "ld.shared.b32 %r9, [%r1];"
     out = run(
-        f"{setup} mov.u32 %r2, {start}; setp.eq.u32 %p1, %r0, 0; @%p1 {init} bar.warp.sync -1; atom.{space}.{op} %r3, {address}, %r0;"
+        f"{setup} mov.u32 %r2, {start}; setp.eq.u32 %p1, %r0, 0; @%p1 {init} bar.warp.sync -1;"
+        f"atom.{space}.{op} %r3, {address}, %r0;"
         f"bar.warp.sync -1; {finish} @%p1 st.global.b32 [%d3], %r9;"
     )
     assert int(out[0]) == expected & 0xFFFFFFFF or op == "inc.u32"
@@ -142,7 +155,10 @@ def test_atomics_return_what_was_there():
 
 def test_compare_and_swap():
     given = np.array([7, 0], np.uint32)
-    out = run("add.u32 %r2, %r0, 100; atom.global.cas.b32 %r9, [%d1], 7, %r2; st.global.b32 [%d3], %r9;", given=given)
+    out = run(
+        "add.u32 %r2, %r0, 100; atom.global.cas.b32 %r9, [%d1], 7, %r2; st.global.b32 [%d3], %r9;",
+        given=given,
+    )
     assert given[0] == 100 and out[0] == 7 and (out[1:] == 100).all()
 
 
@@ -177,7 +193,10 @@ class TestDistributedSharedMemory:
         assert (out == other * 100000 + other * 1000 + t % 32).all()
 
     def test_leaving_before_the_other_has_read(self):
-        body = self.BODY.rpartition("barrier.cluster.arrive")[0] + "mul.wide.u32 %d5, %r10, 128; add.s64 %d3, %d3, %d5;"
+        body = (
+            self.BODY.rpartition("barrier.cluster.arrive")[0]
+            + "mul.wide.u32 %d5, %r10, 128; add.s64 %d3, %d3, %d5;"
+        )
         _, report = try_run(body + STORE, words=64, grid=2, cluster=2)
         assert report.of("exit"), str(report)
 
@@ -218,10 +237,14 @@ def test_misalignment():
 
 def test_ldmatrix_and_stmatrix_are_inverse():
     out = run(
-        "shl.b32 %r2, %r0, 4; add.u32 %r3, %r1, %r2; mad.lo.u32 %r4, %r0, 4, 1; st.shared.v4.b32 [%r3], {%r0, %r4, %r0, %r4};"
-        "bar.warp.sync -1; ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r5, %r6, %r7, %r8}, [%r3]; add.u32 %r10, %r3, 512;"
+        "shl.b32 %r2, %r0, 4; add.u32 %r3, %r1, %r2; mad.lo.u32 %r4, %r0, 4, 1;"
+        "st.shared.v4.b32 [%r3], {%r0, %r4, %r0, %r4};"
+        "bar.warp.sync -1; ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r5, %r6, %r7, %r8}, [%r3];"
+        "add.u32 %r10, %r3, 512;"
         "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%r10], {%r5, %r6, %r7, %r8}; bar.warp.sync -1;"
-        "ld.shared.v4.b32 {%r11, %r12, %r13, %r14}, [%r10]; sub.u32 %r11, %r11, %r0; sub.u32 %r12, %r12, %r4; add.u32 %r9, %r11, %r12;"
-        "sub.u32 %r13, %r13, %r0; sub.u32 %r14, %r14, %r4; or.b32 %r9, %r9, %r13; or.b32 %r9, %r9, %r14;" + STORE
+        "ld.shared.v4.b32 {%r11, %r12, %r13, %r14}, [%r10]; sub.u32 %r11, %r11, %r0;"
+        "sub.u32 %r12, %r12, %r4; add.u32 %r9, %r11, %r12;"
+        "sub.u32 %r13, %r13, %r0; sub.u32 %r14, %r14, %r4; or.b32 %r9, %r9, %r13; or.b32 %r9, %r9, %r14;"
+        + STORE
     )
     assert (out == 0).all()

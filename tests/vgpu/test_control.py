@@ -22,7 +22,10 @@ def test_both_sides_of_a_branch_and_the_join():
 
 
 def test_guards_limit_what_is_written():
-    out = run("setp.lt.u32 %p1, %r0, 5; mov.u32 %r9, 7; @%p1 add.u32 %r9, %r0, 50; @!%p1 mul.lo.u32 %r9, %r0, 3;" + STORE)
+    out = run(
+        "setp.lt.u32 %p1, %r0, 5; mov.u32 %r9, 7; @%p1 add.u32 %r9, %r0, 50;"
+        "@!%p1 mul.lo.u32 %r9, %r0, 3;" + STORE
+    )
     assert (out == np.where(LANE < 5, LANE + 50, LANE * 3)).all()
 
 
@@ -107,7 +110,14 @@ def test_elect_chooses_the_lowest_thread_of_the_mask():
 
 @pytest.mark.parametrize(
     ("op", "expected"),
-    [("add.u32", LANE.sum()), ("min.u32", 0), ("max.u32", 31), ("and.b32", 0), ("or.b32", 31), ("xor.b32", 0)],
+    [
+        ("add.u32", LANE.sum()),
+        ("min.u32", 0),
+        ("max.u32", 31),
+        ("and.b32", 0),
+        ("or.b32", 31),
+        ("xor.b32", 0),
+    ],
 )
 def test_redux(op, expected):
     assert (run(f"redux.sync.{op} %r9, %r0, -1;" + STORE) == expected).all()
@@ -116,7 +126,9 @@ def test_redux(op, expected):
 def test_redux_of_floats_ignores_nan():
     given = np.arange(32, dtype=np.float32) - 7
     given[3] = np.nan
-    out = run("ld.global.f32 %r2, [%d4]; redux.sync.max.f32 %r9, %r2, -1;" + STORE, given=given.view(np.uint32))
+    out = run(
+        "ld.global.f32 %r2, [%d4]; redux.sync.max.f32 %r9, %r2, -1;" + STORE, given=given.view(np.uint32)
+    )
     assert (out.view(np.float32) == 24).all()
 
 
@@ -174,7 +186,8 @@ def test_running_off_the_end_is_a_return():
 class TestRegisterReallocation:
     def test_dec_pays_for_inc(self):
         out = run(
-            "setp.ge.u32 %p1, %r0, 128; @%p1 bra second; setmaxnreg.inc.sync.aligned.u32 240; mov.u32 %r9, 1; bra end;"
+            "setp.ge.u32 %p1, %r0, 128; @%p1 bra second; setmaxnreg.inc.sync.aligned.u32 240;"
+            "mov.u32 %r9, 1; bra end;"
             "second: setmaxnreg.dec.sync.aligned.u32 24; mov.u32 %r9, 2; end:" + STORE,
             words=384, threads=384, directives=".reqntid 384, 1, 1",
         )  # fmt: skip

@@ -17,7 +17,8 @@ STORE = "st.global.b32 [%d3], %r9;"
 class TestBadInput:
     @pytest.mark.parametrize(
         "text",
-        ["frobnicate.b32 %r1, %r2;", "add.q32 %r1, %r2, %r3;", "tcgen05.mma.cta_group::1.kind::mxf4 [%r1], %d1, %d2, %r3, %p1;",
+        ["frobnicate.b32 %r1, %r2;", "add.q32 %r1, %r2, %r3;",
+         "tcgen05.mma.cta_group::1.kind::mxf4 [%r1], %d1, %d2, %r3, %p1;",
          "call foo;", "wgmma.mma_async.sync.aligned.m64n8k99.f32.bf16.bf16 {%r1,%r2,%r3,%r4}, %d1, %d2, 1, 1, 1;",
          "ld.shared.v3.b32 {%r1, %r2, %r3}, [%r1];", "cvt.rn.f32.q7 %r1, %r2;"],
     )  # fmt: skip
@@ -104,7 +105,8 @@ class TestRaces:
     """Shared memory between two warps, with the barrier and without."""
 
     BODY = (
-        "shl.b32 %r2, %r0, 2; add.u32 %r3, %r1, %r2; {first} {barrier} xor.b32 %r4, %r2, 128; add.u32 %r4, %r1, %r4; {second}"
+        "shl.b32 %r2, %r0, 2; add.u32 %r3, %r1, %r2; {first} {barrier} xor.b32 %r4, %r2, 128;"
+        "add.u32 %r4, %r1, %r4; {second}"
     )
     WRITE, READ = "st.shared.b32 [{}], %r0;", "ld.shared.b32 %r9, [{}];"
 
@@ -134,14 +136,24 @@ class TestRaces:
         assert report.of("races")
 
     def test_switched_off(self):
-        _, report = try_run(self.program(self.WRITE, self.WRITE, ""), threads=64, checks=set(CHECKS) - {"races"})
+        _, report = try_run(
+            self.program(self.WRITE, self.WRITE, ""), threads=64, checks=set(CHECKS) - {"races"}
+        )
         assert report.ok
 
     def test_a_finding_is_one_readable_paragraph(self):
         _, report = try_run(self.program(self.WRITE, self.WRITE, ""), threads=64)
         text = str(report.findings[0])
         assert "\n" not in text
-        for part in ("[races]", "kernel test", "CTA (0, 0, 0)", "warp ", "PTX line 22", "st.shared.b32", "shared+0x"):
+        for part in (
+            "[races]",
+            "kernel test",
+            "CTA (0, 0, 0)",
+            "warp ",
+            "PTX line 22",
+            "st.shared.b32",
+            "shared+0x",
+        ):
             assert part in text, part
 
 
@@ -158,7 +170,8 @@ class TestUninitialised:
 
 class TestTensorMemory:
     ALLOC = (
-        "setp.lt.u32 %p1, %r0, 32; @!%p1 bra got; tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r1], {columns};"
+        "setp.lt.u32 %p1, %r0, 32; @!%p1 bra got;"
+        "tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r1], {columns};"
         "got: bar.sync 0; ld.shared.b32 %r2, [%r1]; shr.u32 %r3, %r0, 5; shl.b32 %r3, %r3, 21; add.u32 %r3, %r2, %r3;"
     )
     FREE = "bar.sync 0; @!%p1 bra free; tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r2, {columns}; free:"
@@ -173,7 +186,12 @@ class TestTensorMemory:
 
     def body(self, columns=32, column=0, free=None, **waits):
         use = self.USE.format(column=column, **{**self.WAITS, **waits})
-        return self.ALLOC.format(columns=columns) + use + STORE + (self.FREE.format(columns=columns) if free is None else free)
+        return (
+            self.ALLOC.format(columns=columns)
+            + use
+            + STORE
+            + (self.FREE.format(columns=columns) if free is None else free)
+        )
 
     @pytest.mark.parametrize("schedule", ["round-robin", "random", "lazy", "eager"])
     def test_store_and_load(self, schedule):
@@ -242,7 +260,9 @@ class TestReport:
         assert list(report.counters) == ["warps 0-1", "total"]
 
     def test_roles_are_told_apart(self):
-        _, report = try_run("setp.lt.u32 %p1, %r0, 32; @%p1 bra end; ex2.approx.ftz.f32 %r5, %r4; end:", threads=96)
+        _, report = try_run(
+            "setp.lt.u32 %p1, %r0, 32; @%p1 bra end; ex2.approx.ftz.f32 %r5, %r4; end:", threads=96
+        )
         assert set(report.counters) == {"warp 0", "warps 1-2", "total"}
         assert "exp2" not in report.counters["warp 0"] and report.counters["warps 1-2"]["exp2"] == 64
 
@@ -264,15 +284,68 @@ class TestReport:
         assert seen == [(1, 3), (2, 3), (3, 3)]
 
     def test_findings_are_told_once_per_place(self):
-        _, report = try_run("mov.u32 %r2, 0; loop: ld.shared.b32 %r9, [%r1+64]; add.u32 %r2, %r2, 1; setp.lt.u32 %p1, %r2, 9;"
+        _, report = try_run("mov.u32 %r2, 0; loop: ld.shared.b32 %r9, [%r1+64]; add.u32 %r2, %r2, 1;"
+                            "setp.lt.u32 %p1, %r2, 9;"
                             "@%p1 bra loop;", grid=4)  # fmt: skip
         assert len(report.findings) == 1
 
 
 def test_a_seed_gives_the_same_run_again():
     def events(seed):
-        _, report = try_run("bar.sync 0; bar.sync 1, 256; bar.sync 0;", threads=256, schedule="random", seed=seed, events=True)
+        _, report = try_run(
+            "bar.sync 0; bar.sync 1, 256;bar.sync 0;", threads=256, schedule="random", seed=seed, events=True
+        )
         return [(e.time, e.warp, e.detail) for e in report.events]
 
     assert events(1) == events(1)
     assert any(events(1) != events(seed) for seed in range(2, 6))
+
+
+class TestGlobalRaces:
+    def test_two_blocks_write_different_values_to_one_place(self):
+        _, report = try_run("mov.u32 %r2, %ctaid.x; st.global.b32 [%d3], %r2;", grid=2)
+        (finding,) = report.findings
+        assert finding.check == "races" and "output at byte 0, which block 0 written" in finding.message
+
+    def test_the_same_value_is_no_conflict(self):
+        run("mov.u32 %r2, 7; st.global.b32 [%d3], %r2;", grid=2)
+
+    def test_reductions_commute(self):
+        run("red.global.add.u32 [%d3], 1;", grid=3)
+        _, report = try_run("red.global.add.u32 [%d3], 1; ld.global.b32 %r9, [%d3];", grid=2)
+        assert report.of("races"), "but reading a sum that is not complete is one"
+
+    def test_warps_of_a_block(self):
+        body = "st.global.b32 [%d3], %r0; {barrier} xor.b32 %r2, %r0, 32;"
+        body += "mul.wide.u32 %d5, %r2, 4; add.s64 %d5, %d0, %d5; ld.global.b32 %r9, [%d5];"
+        run(body.format(barrier="bar.sync 0;"), words=64, threads=64)
+        _, report = try_run(body.format(barrier=""), words=64, threads=64)
+        assert "which warp" in str(report.of("races")[0])
+
+    def test_kernels_with_flags_are_trusted_across_blocks(self):
+        run("mov.u32 %r2, %ctaid.x; atom.global.add.u32 %r3, [%d1], 1; st.global.b32 [%d3], %r2;", grid=2)
+
+    def test_reading_what_a_bulk_store_has_not_finished_writing(self):
+        body = (
+            "shl.b32 %r4, %r0, 2; add.u32 %r4, %r1, %r4; st.shared.b32 [%r4], %r0;"
+            "fence.proxy.async.shared::cta; bar.sync 0;"
+            "setp.eq.u32 %p1, %r0, 0; @!%p1 bra issued;"
+            "cp.async.bulk.global.shared::cta.bulk_group [%d0], [%r1], 128;"
+            "cp.async.bulk.commit_group; cp.async.bulk.wait_group{read} 0; issued: bar.sync 0;"
+            "ld.global.b32 %r9, [%d3];"
+        )
+        run(body.format(read=""))
+        for schedule in ("eager", "lazy"):
+            _, report = try_run(body.format(read=".read"), schedule=schedule)
+            if schedule == "eager":
+                assert report.of("races"), "waiting for the reads does not make the writes visible"
+
+    def test_scratch_that_nobody_initialised(self):
+        what = launch("ld.global.b32 %r9, [%d4];", aligned(32), aligned(32))
+        what.buffers[1].initialised = False
+        report = Machine("sm_90a").run(what)
+        assert "reads input at byte 0, which nobody has written" in str(report.of("uninitialised")[0])
+        what.ptx = what.ptx.replace(
+            "ld.global.b32 %r9, [%d4];", "st.global.b32 [%d4], %r0;ld.global.b32 %r9, [%d4];"
+        )
+        assert Machine("sm_90a").run(what).ok

@@ -11,7 +11,14 @@ TOP = ".version 9.0\n.target sm_90a\n.address_size 64\n"
 
 
 def kernel(body: str, head: str = "", tail: str = ""):
-    text = TOP + head + ".visible .entry k(.param .u32 a, .param .align 16 .b8 b[24])\n{\n" + body + "\n}\n" + tail
+    text = (
+        TOP
+        + head
+        + ".visible .entry k(.param .u32 a, .param .align 16 .b8 b[24])\n{\n"
+        + body
+        + "\n}\n"
+        + tail
+    )
     module = parse(text)
     return module, module.kernel("k")
 
@@ -84,7 +91,8 @@ def test_a_branch_out_of_a_scope():
 
 
 def test_line_information():
-    module, k = kernel('.loc 1 42 7\n.reg .b32 %r<2>;\nmov.u32 %r1, 1;\n.loc 1 43 0, function_name $x, inlined_at 1 3 3\nret;',
+    module, k = kernel('.loc 1 42 7\n.reg .b32 %r<2>;\nmov.u32 %r1, 1;\n'
+                       '.loc 1 43 0, function_name $x, inlined_at 1 3 3\nret;',
                        tail='.file 1 "/src/attention.py"\n')  # fmt: skip
     assert str(module.source(k.instructions[0].loc)) == "/src/attention.py:42"
     assert str(module.source(k.instructions[1].loc)) == "/src/attention.py:43"

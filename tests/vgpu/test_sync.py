@@ -19,7 +19,8 @@ class TestNamedBarriers:
     @pytest.mark.parametrize("schedule", SCHEDULES)
     def test_producer_arrives_consumer_waits(self, schedule):
         out = run(
-            "add.u32 %r2, %r1, 64; setp.ge.u32 %p1, %r0, 32; @%p1 bra consumer; st.shared.b32 [%r2], 42; bar.arrive 1, 64; bra end;"
+            "add.u32 %r2, %r1, 64; setp.ge.u32 %p1, %r0, 32; @%p1 bra consumer; st.shared.b32 [%r2], 42;"
+            "bar.arrive 1, 64; bra end;"
             "consumer: bar.sync 1, 64; ld.shared.b32 %r9, [%r2]; st.global.b32 [%d3], %r9; end:",
             words=64, threads=64, schedule=schedule,
         )  # fmt: skip
@@ -27,8 +28,10 @@ class TestNamedBarriers:
 
     def test_reductions(self):
         out = run(
-            "setp.lt.u32 %p1, %r0, 40; bar.red.popc.u32 %r9, 0, %p1; bar.red.and.pred %p2, 0, %p1; bar.red.or.pred %p3, 0, %p1;"
-            "selp.u32 %r2, 1000, 0, %p2; selp.u32 %r3, 2000, 0, %p3; add.u32 %r9, %r9, %r2; add.u32 %r9, %r9, %r3;" + STORE,
+            "setp.lt.u32 %p1, %r0, 40; bar.red.popc.u32 %r9, 0, %p1; bar.red.and.pred %p2, 0, %p1;"
+            "bar.red.or.pred %p3, 0, %p1;"
+            "selp.u32 %r2, 1000, 0, %p2; selp.u32 %r3, 2000, 0, %p3; add.u32 %r9, %r9, %r2;"
+            "add.u32 %r9, %r9, %r3;" + STORE,
             words=64, threads=64,
         )  # fmt: skip
         assert (out == 2040).all()
@@ -37,7 +40,9 @@ class TestNamedBarriers:
         run("bar.arrive 1, 96; setp.ge.u32 %p1, %r0, 32; @%p1 ret; bar.sync 1, 96;", words=64, threads=64)
 
     def test_different_counts(self):
-        _, report = try_run("setp.ge.u32 %p1, %r0, 32; @%p1 bra b; bar.sync 1, 64; ret; b: bar.sync 1, 96;", threads=64)
+        _, report = try_run(
+            "setp.ge.u32 %p1, %r0, 32; @%p1 bra b; bar.sync 1, 64; ret;b: bar.sync 1, 96;", threads=64
+        )
         assert any("told to expect 96 threads here, but 64" in f.message or "told to expect 64" in f.message
                    for f in report.of("barriers")), str(report)  # fmt: skip
 
@@ -50,11 +55,17 @@ class TestNamedBarriers:
         assert "there are 16" in str(report)
 
     def test_a_deadlock_names_who_is_missing(self):
-        _, report = try_run("setp.ge.u32 %p1, %r0, 32; @%p1 bra b; bar.sync 1, 64; ret; b: bar.sync 2, 64;", threads=64)
+        _, report = try_run(
+            "setp.ge.u32 %p1, %r0, 32; @%p1 bra b; bar.sync 1, 64; ret;b: bar.sync 2, 64;", threads=64
+        )
         (finding,) = report.findings
         assert finding.check == "deadlock"
         assert "warp 0" in finding.message and "named barrier 1: 32 of 64 threads" in finding.message
-        assert "warp 1" in finding.message and "named barrier 2" in finding.message and "PTX line" in finding.message
+        assert (
+            "warp 1" in finding.message
+            and "named barrier 2" in finding.message
+            and "PTX line" in finding.message
+        )
 
 
 class TestMbarriers:
@@ -62,32 +73,41 @@ class TestMbarriers:
     def test_phases(self, schedule):
         """Two warps hand a word back and forth through one full and one empty barrier."""
         out = run(
-            "setp.eq.u32 %p1, %r0, 0; @!%p1 bra ready; mbarrier.init.shared.b64 [%r1], 32; mbarrier.init.shared.b64 [%r1+8], 32;"
+            "setp.eq.u32 %p1, %r0, 0; @!%p1 bra ready; mbarrier.init.shared.b64 [%r1], 32;"
+            "mbarrier.init.shared.b64 [%r1+8], 32;"
             "ready: bar.sync 0; mov.u32 %r5, 0; mov.u32 %r9, 0; setp.ge.u32 %p2, %r0, 32; @%p2 bra consumer;"
             "produce: xor.b32 %r6, %r5, 1; and.b32 %r6, %r6, 1; add.u32 %r10, %r1, 8;" + wait("%r10", "%r6")
             + "mad.lo.u32 %r7, %r5, 10, %r0; shl.b32 %r8, %r0, 2; add.u32 %r8, %r1, %r8; st.shared.b32 [%r8+64], %r7;"
-            "mbarrier.arrive.shared.b64 %d5, [%r1]; add.u32 %r5, %r5, 1; setp.lt.u32 %p3, %r5, 5; @%p3 bra produce; ret;"
+            "mbarrier.arrive.shared.b64 %d5, [%r1]; add.u32 %r5, %r5, 1; setp.lt.u32 %p3, %r5, 5;"
+            "@%p3 bra produce; ret;"
             "consumer: and.b32 %r6, %r5, 1;" + wait("%r1", "%r6")
-            + "and.b32 %r8, %r0, 31; shl.b32 %r8, %r8, 2; add.u32 %r8, %r1, %r8; ld.shared.b32 %r7, [%r8+64]; add.u32 %r9, %r9, %r7;"
-            "mbarrier.arrive.shared.b64 _, [%r1+8]; add.u32 %r5, %r5, 1; setp.lt.u32 %p3, %r5, 5; @%p3 bra consumer;" + STORE,
+            + "and.b32 %r8, %r0, 31; shl.b32 %r8, %r8, 2; add.u32 %r8, %r1, %r8;"
+              "ld.shared.b32 %r7, [%r8+64]; add.u32 %r9, %r9, %r7;"
+            "mbarrier.arrive.shared.b64 _, [%r1+8]; add.u32 %r5, %r5, 1; setp.lt.u32 %p3, %r5, 5;"
+            "@%p3 bra consumer;" + STORE,
             words=64, threads=64, schedule=schedule, seed=7,
         )  # fmt: skip
         assert (out[32:] == 100 + 5 * np.arange(32)).all()
 
     def test_state_tokens(self):
-        run(INIT.format(count=32) + "mbarrier.arrive.shared.b64 %d5, [%r1]; again: mbarrier.test_wait.shared.b64 %p2, [%r1], %d5;"
-            "@!%p2 bra again; mbarrier.inval.shared.b64 [%r1];".replace("mbarrier.inval", "setp.ne.u32 %p1, %r0, 0; @!%p1 mbarrier.inval")
+        run(INIT.format(count=32) + "mbarrier.arrive.shared.b64 %d5, [%r1];"
+                                    "again: mbarrier.test_wait.shared.b64 %p2, [%r1], %d5;"
+            "@!%p2 bra again;"
+            "mbarrier.inval.shared.b64 [%r1];".replace("mbarrier.inval", "setp.ne.u32 %p1, %r0, 0;"
+                "@!%p1 mbarrier.inval")
             )  # fmt: skip
 
     def test_arrive_with_a_count_and_drop(self):
         run(
             INIT.format(count=64) + "setp.eq.u32 %p1, %r0, 0; @%p1 mbarrier.arrive.shared.b64 _, [%r1], 33; @!%p1"
-            " mbarrier.arrive_drop.shared.b64 _, [%r1];" + wait("%r1", 0) + "@%p1 mbarrier.arrive.shared.b64 _, [%r1], 33;" + wait("%r1", 1)
+            " mbarrier.arrive_drop.shared.b64 _, [%r1];" + wait("%r1", 0)
+            + "@%p1 mbarrier.arrive.shared.b64 _, [%r1], 33;" + wait("%r1", 1)
         )  # fmt: skip
 
     def test_remote_arrival(self):
         out = run(
-            INIT.format(count=32) + "barrier.cluster.arrive.release; barrier.cluster.wait.acquire; mov.u32 %r10, %cluster_ctarank;"
+            INIT.format(count=32) + "barrier.cluster.arrive.release; barrier.cluster.wait.acquire;"
+                                    "mov.u32 %r10, %cluster_ctarank;"
             "xor.b32 %r11, %r10, 1; mapa.shared::cluster.u32 %r5, %r1, %r11;"
             "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r5];" + wait("%r1", 0)
             + "mov.u32 %r9, 1; mul.wide.u32 %d5, %r10, 128; add.s64 %d3, %d3, %d5;" + STORE
@@ -105,11 +125,16 @@ class TestMbarriers:
         assert "initialises" in str(report.of("barriers")[0]) and "no mbarrier.inval" in str(report)
 
     def test_inval_makes_it_legal(self):
-        run(INIT.format(count=1) + "@%p1 mbarrier.inval.shared.b64 [%r1]; @%p1 mbarrier.init.shared.b64 [%r1], 1;")
+        run(
+            INIT.format(count=1)
+            + "@%p1 mbarrier.inval.shared.b64 [%r1]; @%p1 mbarrier.init.shared.b64 [%r1], 1;"
+        )
 
     def test_used_before_anything_orders_its_initialisation(self):
         _, report = try_run(
-            "setp.eq.u32 %p1, %r0, 0; @%p1 mbarrier.init.shared.b64 [%r1], 64; mbarrier.arrive.shared.b64 _, [%r1];", threads=64
+            "setp.eq.u32 %p1, %r0, 0; @%p1 mbarrier.init.shared.b64 [%r1], 64;"
+            "mbarrier.arrive.shared.b64 _, [%r1];",
+            threads=64,
         )
         assert any("initialisation" in f.message for f in report.of("races")), str(report)
 
@@ -118,17 +143,21 @@ class TestMbarriers:
         assert "no initialised mbarrier" in str(report)
 
     def test_a_transaction_count_that_overflows(self):
-        _, report = try_run(INIT.format(count=32) + "mov.u32 %r2, 900000; mbarrier.arrive.expect_tx.shared.b64 _, [%r1], %r2;")
+        _, report = try_run(
+            INIT.format(count=32) + "mov.u32 %r2, 900000;mbarrier.arrive.expect_tx.shared.b64 _, [%r1], %r2;"
+        )
         assert any("overflows" in f.message for f in report.of("barriers"))
 
     def test_wrong_parity_is_a_deadlock_in_words(self):
         _, report = try_run(INIT.format(count=32) + "mbarrier.arrive.shared.b64 _, [%r1];" + wait("%r1", 1)
-                            + wait("%r1", 1) + "mbarrier.arrive.shared.b64 _, [%r1];" + wait("%r1", 0) + wait("%r1", 0) + wait("%r1", 1))  # fmt: skip
+                            + wait("%r1", 1) + "mbarrier.arrive.shared.b64 _, [%r1];" + wait("%r1", 0)
+                            + wait("%r1", 0) + wait("%r1", 1))  # fmt: skip
         (finding,) = report.findings
         assert finding.check == "deadlock" and "32 of 32 arrivals missing" in finding.message
 
     def test_missing_bytes_are_named(self):
-        _, report = try_run(INIT.format(count=32) + "setp.eq.u32 %p1, %r0, 0; @%p1 mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%r1], 512;"
+        _, report = try_run(INIT.format(count=32) + "setp.eq.u32 %p1, %r0, 0;"
+            "@%p1 mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%r1], 512;"
                             "mbarrier.arrive.shared.b64 _, [%r1];" + wait("%r1", 0))  # fmt: skip
         assert "512 bytes still expected" in str(report)
 
@@ -140,14 +169,17 @@ class TestClusterBarrier:
 
     def test_arriving_twice(self):
         _, report = try_run(
-            "barrier.cluster.arrive.release; barrier.cluster.arrive.release; barrier.cluster.wait.acquire;", grid=2, cluster=2
+            "barrier.cluster.arrive.release; barrier.cluster.arrive.release;barrier.cluster.wait.acquire;",
+            grid=2,
+            cluster=2,
         )
         assert "second arrival at the cluster barrier" in str(report)
 
     def test_relaxed_arrivals_hand_over_what_a_fence_made_visible(self):
         body = (
             "setp.eq.u32 %p1, %r0, 0; mov.u32 %r10, %cluster_ctarank; @%p1 st.shared.b32 [%r1], %r10; {fence}"
-            "barrier.cluster.arrive.relaxed; barrier.cluster.wait.acquire; xor.b32 %r11, %r10, 1; mapa.shared::cluster.u32 %r5, %r1, %r11;"
+            "barrier.cluster.arrive.relaxed; barrier.cluster.wait.acquire; xor.b32 %r11, %r10, 1;"
+            "mapa.shared::cluster.u32 %r5, %r1, %r11;"
             "ld.shared::cluster.b32 %r9, [%r5]; barrier.cluster.arrive.release; barrier.cluster.wait.acquire;"
         )
         _, report = try_run(body.format(fence="fence.acq_rel.cluster;"), grid=2, cluster=2)
@@ -162,17 +194,21 @@ class TestFlags:
     BODY = (
         "add.u32 %r2, %r1, 64; setp.ge.u32 %p1, %r0, 32; setp.eq.u32 %p2, %r0, 0; @%p1 bra consumer;"
         "@%p2 st.shared.b32 [%r2], 42; bar.warp.sync -1; @%p2 {store} [%d1], 1; ret;"
-        "consumer: spin: {load} %r3, [%d1]; setp.eq.u32 %p3, %r3, 0; @%p3 bra spin; ld.shared.b32 %r9, [%r2]; st.global.b32 [%d3], %r9;"
+        "consumer: spin: {load} %r3, [%d1]; setp.eq.u32 %p3, %r3, 0; @%p3 bra spin;"
+        "ld.shared.b32 %r9, [%r2]; st.global.b32 [%d3], %r9;"
     )
 
     @pytest.mark.parametrize("schedule", SCHEDULES)
     def test_a_released_flag_orders(self, schedule):
-        out = run(self.BODY.format(store="st.release.gpu.global.b32", load="ld.acquire.gpu.global.b32"), words=64, threads=64,
+        out = run(self.BODY.format(store="st.release.gpu.global.b32", load="ld.acquire.gpu.global.b32"),
+                  words=64, threads=64,
                   schedule=schedule)  # fmt: skip
         assert (out[32:] == 42).all()
 
     def test_polling_what_nobody_writes(self):
-        _, report = try_run("spin: ld.acquire.gpu.global.b32 %r3, [%d1]; setp.eq.u32 %p3, %r3, 0; @%p3 bra spin;")
+        _, report = try_run(
+            "spin: ld.acquire.gpu.global.b32 %r3, [%d1]; setp.eq.u32 %p3, %r3, 0; @%p3 bra spin;"
+        )
         assert report.findings[0].check == "deadlock" and "polls" in str(report)
 
     def test_a_later_block_may_free_an_earlier_one(self):

@@ -14,7 +14,7 @@ from .decode import Program, handles
 from .machine import FULL, Convoy, Cta, Fault, Step
 from .memory import UINT, OutOfBounds
 from .ptx import Imm, Instruction, Mem, Operand, PtxError, Reg, Sink, Sym, Vec
-from .sync import groups, remote_access, report_conflict, rows_of
+from .sync import groups, remote_access, report_conflict, rows_of, track_global
 from .units import layouts
 
 _TYPES = frozenset("b8 u8 s8 b16 u16 s16 f16 bf16 b32 u32 s32 f32 b64 u64 s64 f64 b128 f16x2 bf16x2".split())
@@ -125,7 +125,7 @@ def lane_rows(c: Convoy, where: NDArray | None, span: Span) -> NDArray:
 
 
 def track_shared(
-    c: Convoy, span: Span, where: NDArray | None, nbytes: int, write: bool, both: bool = False
+    c: Convoy, span: Span, where: NDArray | None, nbytes: int, write: bool, flag: bool = False
 ) -> None:
     """Hold an access to shared memory against its shadow."""
     cta = span.cta
@@ -137,14 +137,14 @@ def track_shared(
     if nbytes > 4:
         rows = np.repeat(rows, nbytes // 4)
     machine = c.machine
-    if (not write or both) and "uninitialised" in machine.checks:
+    if not write and "uninitialised" in machine.checks:
         fresh = shadow.unwritten(cells)
         if fresh.any():
             cell = int(cells[int(np.argmax(fresh))])
             machine.finding(
                 "uninitialised", f"reads shared+{cell * 4:#x} of {cta}, which nobody has written.", c
             )
-    if not machine.races:
+    if flag or not machine.races:
         if write:
             shadow.write_pc[cells] = c.pc
         return
@@ -154,17 +154,41 @@ def track_shared(
         report_conflict(c, shadow.warp_read(cells, rows, c.pc), "shared", cta, 4, "reads")
 
 
-def load(c: Convoy, span: Span, where: NDArray | None, width: int, count: int) -> NDArray:
-    """[count, n] elements of `width` bytes."""
+def track_threads(
+    c: Convoy,
+    span: Span,
+    where: NDArray[Any] | None,
+    nbytes: int,
+    write: bool,
+    reduce: bool = False,
+    values: NDArray[Any] | None = None,
+) -> None:
+    """Hold threads' accesses to global memory against its shadow. values: what is written, [elements, n]."""
+    shadow = c.machine.global_shadow
+    if shadow is None or (not write and not shadow.tables):
+        return
+    cluster = c.cta.cluster
+    rows = lane_rows(c, where, span)
+    times = cluster.clocks.vc[0, rows, rows + 1]
+    words = None
+    if values is not None and nbytes >= 4:
+        words = np.ascontiguousarray(values.T).view(np.uint32).reshape(-1)
+    track_global(c, cluster, span.addresses, nbytes, rows + 1, times, None, c.pc, write, reduce, words)
+
+
+def load(c: Convoy, span: Span, where: NDArray | None, width: int, count: int, flag: bool = False) -> NDArray:
+    """[count, n] elements of `width` bytes. A `flag` synchronises, and does not race."""
     machine = c.machine
     if span.space == "global":
+        if not flag:
+            track_threads(c, span, where, width * count, False)
         return machine.memory.load(span.addresses, width, count)
     if span.space == "shared":
         if span.cta is not c.cta:
             remote_access(c, span.cta, rows_of(c, where), "reads")
         if machine.track:
             span.cta.shared.check(span.addresses, width * count)
-            track_shared(c, span, where, width * count, False)
+            track_shared(c, span, where, width * count, False, flag)
         return span.cta.shared.load(span.addresses, width, count)
     lanes = c.shape.lanes if where is None else np.flatnonzero(where) + c.shape.lo
     lanes = lanes if span.threads is None else lanes[span.threads]
@@ -173,9 +197,19 @@ def load(c: Convoy, span: Span, where: NDArray | None, width: int, count: int) -
     return np.ascontiguousarray(raw).view(UINT[width]).T
 
 
-def store(c: Convoy, span: Span, where: NDArray | None, values: NDArray, width: int, count: int) -> None:
+def store(
+    c: Convoy,
+    span: Span,
+    where: NDArray | None,
+    values: NDArray,
+    width: int,
+    count: int,
+    flag: bool = False,
+) -> None:
     machine = c.machine
     if span.space == "global":
+        if not flag:
+            track_threads(c, span, where, width * count, True, values=values)
         machine.memory.store(span.addresses, values, width, count)
         machine.idle_polls = 0
         return
@@ -184,7 +218,7 @@ def store(c: Convoy, span: Span, where: NDArray | None, values: NDArray, width: 
             remote_access(c, span.cta, rows_of(c, where), "writes to")
         if machine.track:
             span.cta.shared.check(span.addresses, width * count)
-            track_shared(c, span, where, width * count, True)
+            track_shared(c, span, where, width * count, True, flag)
         span.cta.shared.store(span.addresses, values, width, count)
         machine.idle_polls = 0
         return
@@ -259,7 +293,7 @@ def ld(program: Program, i: Instruction) -> Step:
         machine = c.machine
         parts = spans(c, space, addresses, where)
         for span in parts:
-            values = load(c, span, where, width, count * per)
+            values = load(c, span, where, width, count * per, synchronising)
             if synchronising and machine.track:
                 acquire(c, span, where)
             _count(c, span, "read", total)
@@ -373,7 +407,8 @@ def st(program: Program, i: Instruction) -> Step:
         for span in spans(c, space, addresses, where):
             if synchronising and c.machine.track:
                 publish(c, span, where)
-            store(c, span, where, values if span.threads is None else values[:, span.threads], nbytes, count)
+            some = values if span.threads is None else values[:, span.threads]
+            store(c, span, where, some, nbytes, count, synchronising)
             _count(c, span, "write", total)
 
     return step
@@ -515,6 +550,8 @@ def atomic(program: Program, i: Instruction) -> Step:
                 publish(c, span, where)
                 if span.space == "shared":
                     _touch_atomic(c, span, nbytes * count)
+                elif not targets:
+                    track_threads(c, span, where, nbytes * count, True, reduce=True)
             where_to = span.addresses
             index = np.arange(addresses.size) if span.threads is None else span.threads
             old = np.empty((count, len(index)), raw)

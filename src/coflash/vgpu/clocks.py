@@ -247,3 +247,106 @@ class Shadow:
         cell = int(cells[e])
         component = int(self.slot_component[slot])
         return Conflict(e, cell, component, int(seen[slot, e]), int(self.read_pc[slot, cell]), "read")
+
+
+class _Table:
+    """The shadow of one buffer's 4-byte words."""
+
+    __slots__ = ("read_pc", "read_time", "reader", "reduced", "write_pc", "write_time", "writer")
+
+    def __init__(self, words: int):
+        self.writer = np.zeros(words, np.int64)
+        self.write_time = np.zeros(words, np.int32)
+        self.write_pc = np.full(words, -1, np.int32)
+        self.reduced = np.zeros(words, np.bool_)
+        self.reader = np.zeros(words, np.int64)
+        self.read_time = np.zeros(words, np.int32)
+        self.read_pc = np.zeros(words, np.int32)
+
+
+class GlobalShadow:
+    """Who wrote and read the words of global memory last.
+
+    Within a cluster its clocks decide. Between clusters nothing but atomics and flags can order, which is not followed:
+    accesses of two clusters conflict only in kernels that have no means of synchronising them (`synchronises`).
+    Reads are recorded of buffers that the kernel has written to, one reader a word; reductions do not conflict with
+    each other; accesses narrower than 4 bytes are not held against each other.
+    """
+
+    LIMIT = 1 << 26  # bytes of a buffer beyond which it is not shadowed
+
+    def __init__(self, synchronises: bool):
+        self.synchronises = synchronises
+        self.tables: dict[int, _Table] = {}
+
+    def table(self, buffer: int, nbytes: int) -> _Table | None:
+        found = self.tables.get(buffer)
+        if found is None and nbytes <= self.LIMIT:
+            found = self.tables[buffer] = _Table(-(-nbytes // 4) + 1)
+        return found
+
+    def touch(
+        self,
+        table: _Table,
+        cells: NDArray[Any],
+        cluster: int,
+        component: Any,
+        time: Any,
+        known: Any,
+        changed: Any,
+        pc: int,
+        write: bool,
+        reduce: bool = False,
+    ) -> tuple[Conflict, int] | None:
+        """Record an access; the conflict with what was there before, and the cluster that did it.
+
+        component and time: scalars or one a cell; known(components) gives the time known of each,
+        changed() which cells a write gives another value.
+        """
+        base = cluster * CAPACITY
+        conflict = None
+        writer, when = table.writer[cells], table.write_time[cells]
+        if when.any():
+            bad = self._unordered(writer, when, cluster, known)
+            if reduce:
+                bad &= ~table.reduced[cells]
+            if write and bad.any():
+                bad &= changed()
+            if bad.any():
+                conflict = self._conflict(bad, cells, writer, when, table.write_pc, "written")
+        if write:
+            reader, seen = table.reader[cells], table.read_time[cells]
+            if conflict is None and seen.any():
+                bad = self._unordered(reader, seen, cluster, known)
+                if bad.any():
+                    conflict = self._conflict(bad, cells, reader, seen, table.read_pc, "read")
+            table.writer[cells] = base + component
+            table.write_time[cells] = time
+            table.write_pc[cells] = pc
+            table.reduced[cells] = reduce
+        else:
+            table.reader[cells] = base + component
+            table.read_time[cells] = time
+            table.read_pc[cells] = pc
+        return conflict
+
+    def _unordered(
+        self, agent: NDArray[Any], when: NDArray[Any], cluster: int, known: Any
+    ) -> NDArray[np.bool_]:
+        mine = agent // CAPACITY == cluster
+        late = when > known(agent % CAPACITY)
+        return np.where(mine, late, (when > 0) & (not self.synchronises))
+
+    @staticmethod
+    def _conflict(
+        bad: NDArray[Any],
+        cells: NDArray[Any],
+        agent: NDArray[Any],
+        when: NDArray[Any],
+        pcs: NDArray[Any],
+        what: str,
+    ) -> tuple[Conflict, int]:
+        e = int(np.argmax(bad))
+        cell = int(cells[e])
+        owner, component = divmod(int(agent[e]), CAPACITY)
+        return Conflict(e, cell, component, int(when[e]), int(pcs[cell]), what), owner

@@ -16,7 +16,7 @@ from .decode import Program, handles
 from .machine import Convoy, Cta, Fault, Operation, Step, Warp
 from .memory import UINT, OutOfBounds
 from .ptx import Imm, Instruction, Mem, PtxError, Reg, Vec
-from .sync import MBarrier, async_mbarrier, cta_mbarrier, report_conflict, shared_place
+from .sync import MBarrier, async_mbarrier, cta_mbarrier, report_conflict, shared_place, track_global
 from .tensormap import TensorMap, decode
 from .units import tma
 
@@ -86,6 +86,29 @@ class Agent:
             conflict = shadow.async_read(cells, self.clock, self.component, self.time, operation.pc)
             report_conflict(operation, conflict, space, cta, 4, "reads", clock=self.clock)
 
+    def touches_global(
+        self,
+        base: int,
+        offsets: NDArray[Any],
+        nbytes: int,
+        write: bool,
+        reduce: bool = False,
+        data: NDArray[Any] | None = None,
+    ) -> None:
+        """Accesses of `nbytes` at base + offsets; data is what is written."""
+        operation, clock = self.operation, self.clock
+        machine = operation.cta.machine
+        shadow = machine.global_shadow
+        if shadow is None or clock is None or (not write and not shadow.tables):
+            return
+        addresses = offsets.astype(np.int64).view(np.uint64) + np.uint64(base & 0xFFFFFFFFFFFFFFFF)
+        known = clock[ASYNC]
+        track_global(
+            operation, operation.cta.cluster, addresses, nbytes, self.component, self.time, lambda c: known[c],
+            operation.pc, write, reduce,
+            None if data is None or reduce or nbytes < 4 else np.ascontiguousarray(data).reshape(-1).view(np.uint32),
+        )  # fmt: skip
+
     def writes(self, cta: Cta, cells: NDArray, shadow: Any = None, space: str = "shared") -> None:
         shadow = shadow if shadow is not None else cta.shadow
         if shadow is None:
@@ -107,18 +130,29 @@ def snapshot(warp: Warp) -> Clock | None:
 class BulkQueue:
     """The bulk copies out of shared memory that one thread has issued."""
 
-    __slots__ = ("boundaries", "component", "issued", "key", "read", "waited", "written", "last_pc")
+    __slots__ = (
+        "boundaries",
+        "component",
+        "component_write",
+        "issued",
+        "key",
+        "read",
+        "waited",
+        "written",
+        "last_pc",
+    )
 
     def __init__(self, warp: Warp, lane: int):
         self.key = (warp.cta.index, warp.index, lane)
         self.issued = self.read = self.written = self.waited = 0
         self.boundaries: list[int] = []
         self.last_pc = 0
-        self.component = 0
+        self.component = self.component_write = 0
         if warp.cta.machine.track:
-            self.component = warp.cta.cluster.clocks.component(
-                ("bulk", warp.row, lane), f"bulk copies that {warp} of {warp.cta} issued"
-            )
+            clocks = warp.cta.cluster.clocks
+            name = f"bulk copies that {warp} of {warp.cta} issued"
+            self.component = clocks.component(("bulk", warp.row, lane), name)
+            self.component_write = clocks.component(("bulk write", warp.row, lane), f"the writes of {name}")
 
 
 def bulk_queue(warp: Warp, lane: int) -> BulkQueue:
@@ -136,7 +170,7 @@ def issue_out(
     kind: str,
     label: str,
     read: Callable[[Agent], Any],
-    write: Callable[[Any], None],
+    write: Callable[[Agent, Any], None],
 ) -> None:
     """Queue a copy out of shared memory: it reads some time, and its write becomes visible some time after."""
     machine = warp.cta.machine
@@ -151,11 +185,12 @@ def issue_out(
         queue.read = number
 
         def apply_write() -> None:
-            write(data)
+            write(Agent(writing, clock, queue.component_write, number), data)
             queue.written = number
             machine.idle_polls = 0
 
-        machine.queue(("bulk write", *queue.key), Operation(kind + " write", warp, pc, apply_write, label))
+        writing = Operation(kind, warp, pc, apply_write, label)
+        machine.queue(("bulk write", *queue.key), writing)
 
     operation = Operation(kind, warp, pc, apply_read, label)
     machine.queue(("bulk read", *queue.key), operation)
@@ -204,6 +239,8 @@ def bulk_wait(program: Program, i: Instruction) -> Step:
                 queue.waited = max(queue.waited, target)
                 if machine.track:
                     c.cta.cluster.clocks.observe([warp.row], queue.component, target)
+                    if not reads_only:
+                        c.cta.cluster.clocks.observe([warp.row], queue.component_write, target)
 
     return step
 
@@ -297,7 +334,7 @@ def _destinations(
 
 def _arriving(
     warp: Warp, pc: int, kind: str, label: str, places: list[tuple[Cta, int, Cta, int]],
-    nbytes: int, fetch: Callable[[], Callable[[Cta, int], None]], cells: Callable[[int], NDArray],
+    nbytes: int, fetch: Callable[[Agent], Callable[[Cta, int], None]], cells: Callable[[int], NDArray],
 ) -> None:  # fmt: skip
     """Queue a copy into shared memory that completes on mbarriers, one operation per destination."""
     machine = warp.cta.machine
@@ -310,8 +347,8 @@ def _arriving(
         ) -> None:
             barrier = async_mbarrier(signal, at, operations[n])
             cta.shared.check(np.array([offset]), nbytes)
-            put = fetch()
             agent = Agent(operations[n], clock, barrier.component, barrier.phase + 1)
+            put = fetch(agent)
             agent.writes(cta, cells(offset))
             put(cta, offset)
             machine.counters.add(warp, "shared_write_bytes", nbytes)
@@ -398,8 +435,9 @@ def bulk(program: Program, i: Instruction) -> Step:
 def _bulk_in(pc: int, warp: Warp, label: str, source: int, nbytes: int, places: list) -> None:
     machine = warp.cta.machine
 
-    def fetch() -> Callable[[Cta, int], None]:
+    def fetch(agent: Agent) -> Callable[[Cta, int], None]:
         data = machine.memory.bytes_at(source, nbytes)
+        agent.touches_global(source, np.arange(0, nbytes, 16), 16, False)
         machine.counters.add(warp, "global_read_bytes", nbytes)
 
         def put(cta: Cta, offset: int) -> None:
@@ -459,8 +497,9 @@ def _bulk_out(
         machine.counters.add(warp, "shared_read_bytes", nbytes)
         return owner.shared.data[start : start + nbytes].copy()
 
-    def write(data: NDArray) -> None:
+    def write(agent: Agent, data: NDArray) -> None:
         place = machine.memory.bytes_at(target, nbytes)
+        agent.touches_global(target, np.arange(0, nbytes, 16), 16, True, bool(operation_name), data)
         place[:] = tma.reduce(operation_name, element, place.copy(), data) if operation_name else data
         machine.counters.add(warp, "global_write_bytes", nbytes)
 
@@ -529,7 +568,9 @@ def _tensor_in(
     tile = _tile(map_, coordinates, places[0][1], gather4)
     label = f"tensor {tuple(coordinates)} to shared+{places[0][1]:#x}, {tile.bytes} bytes"
 
-    def fetch() -> Callable[[Cta, int], None]:
+    def fetch(agent: Agent) -> Callable[[Cta, int], None]:
+        inside = tile.global_ if tile.inside is None else tile.global_[tile.inside]
+        agent.touches_global(map_.address, inside, tile.width, False)
         if tile.inside is None:
             values = load_chunks(machine, map_.address, tile.global_, tile.width)
         else:
@@ -575,10 +616,11 @@ def _tensor_out(
             .reshape(-1, tile.width)
         )
 
-    def write(data: NDArray) -> None:
+    def write(agent: Agent, data: NDArray) -> None:
         offsets = tile.global_
         if tile.inside is not None:
             offsets, data = offsets[tile.inside], data[tile.inside]
+        agent.touches_global(map_.address, offsets, tile.width, True, bool(operation_name), data)
         if operation_name and len(offsets):
             old = load_chunks(machine, map_.address, offsets, tile.width)
             data = tma.reduce(
@@ -893,7 +935,7 @@ def try_cancel(program: Program, i: Instruction) -> Step:
                 answer[3] = 1
                 machine.total_clusters -= 1
 
-            def fetch(answer: NDArray = answer) -> Callable[[Cta, int], None]:
+            def fetch(agent: Agent, answer: NDArray = answer) -> Callable[[Cta, int], None]:
                 def put(to: Cta, start: int) -> None:
                     to.shared.data[start : start + 16] = answer.view(np.uint8)
 

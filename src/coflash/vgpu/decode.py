@@ -242,6 +242,7 @@ class Program:
         if problems:
             raise problems[0]
         self.uses_wgmma = any(i.op.startswith("wgmma.mma") for i in instructions)
+        self.synchronises_globally = any(_may_synchronise(i.op) for i in instructions)
         self.uses_tensor_fences = any(i.op.startswith("tcgen05.fence") for i in instructions)
         watch = {"pending_registers", "tensor_load_wait", "races"} & self.machine.checks
         if watch and (self.uses_wgmma or any(i.op.startswith("tcgen05.ld") for i in instructions)):
@@ -398,6 +399,17 @@ ROLES = (
 def role_name(kinds: set[str]) -> str:
     """What a warp does, from the kinds of work it has done so far."""
     return ", ".join(word for kind, word in ROLES if kind in kinds)
+
+
+def _may_synchronise(op: str) -> bool:
+    """Can this instruction order accesses of different clusters, through global memory?"""
+    parts = op.split(".")
+    if parts[0] == "atom":
+        return not any(p.startswith("shared") for p in parts)
+    if parts[0] in ("ld", "st", "red"):
+        flagged = {"acquire", "release", "acq_rel", "volatile", "relaxed"} & set(parts)
+        return bool(flagged) and not any(p.startswith("shared") for p in parts) and parts[0] != "red"
+    return False
 
 
 _NO_DESTINATION = {

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import ptx
-from .clocks import Clocks, Shadow
+from .clocks import Clocks, GlobalShadow, Shadow
 from .codegen import ROW_KINDS
 from .counters import Counters
 from .launch import Launch
@@ -437,6 +437,11 @@ class Machine:
         with np.errstate(all="ignore"):
             self.program = Program(self, module, kernel, launch)
             self.memory = GlobalMemory([*launch.buffers, *self.program.buffers])
+            self.global_shadow = GlobalShadow(self.program.synchronises_globally) if self.track else None
+            if self.global_shadow is not None:
+                for i, buffer in enumerate(self.memory.buffers):
+                    if not buffer.initialised:
+                        self.global_shadow.table(i, buffer.nbytes)
             self.counters = Counters(self.program)
             self._run()
         self.report.counters = self.counters.totals()
@@ -499,7 +504,8 @@ class Machine:
                     self._deadlock()
                     break
                 if self.time > self.max_steps:
-                    raise Fault("deadlock", f"no end after {self.max_steps} steps: the kernel seems to run forever"
+                    raise Fault(
+                        "deadlock", f"no end after {self.max_steps} steps: the kernel seems to run forever"
                     )
         except Fault as fault:
             self.finding(fault.check, str(fault), getattr(self, "current", None))
@@ -587,7 +593,9 @@ class Machine:
                 # A loop that touches no memory and no barrier will never be left.
                 now = int(hits[: len(self.program.visible)][self.program.visible].sum())
                 if now == seen:
-                    raise Fault("deadlock", "an endless loop: it neither accesses memory nor synchronises with anybody.",
+                    raise Fault(
+                        "deadlock",
+                        "an endless loop: it neither accesses memory nor synchronises with anybody.",
                     )
                 budget, seen = ENDLESS, now
             c.pc = pc

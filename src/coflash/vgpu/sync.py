@@ -12,6 +12,7 @@ from .codegen import SHARED_WINDOW
 from .control import gather
 from .decode import Program, handles
 from .machine import FULL, STOP, Convoy, Cta, Fault, Fragment, Machine, Step, Warp
+from .memory import OutOfBounds
 from .ptx import Instruction, Mem, PtxError
 
 MAX_TX = (1 << 20) - 1
@@ -912,6 +913,91 @@ def explain_deadlock(machine: Machine) -> None:
     machine.finding("deadlock", message + ".", place, key="deadlock")
 
 
+# ---- Global memory -------------------------------------------------------------------------------------------------
+
+
+def track_global(
+    at: Any, cluster: Any, addresses: NDArray[Any], nbytes: int, component: Any, time: Any, known: Any, pc: int,
+    write: bool, reduce: bool = False, words: NDArray[Any] | None = None,
+) -> None:  # fmt: skip
+    """Hold accesses of `nbytes` each against the shadow of global memory.
+
+    component and time: scalars, or one an address. words: what is written, one a 4-byte cell; a write that
+    changes nothing does not conflict with the one before (blocks that compute the same padding, threads that all
+    issue one copy).
+    """
+    machine: Machine = cluster.machine
+    shadow = machine.global_shadow
+    if shadow is None or not addresses.size:
+        return
+    memory = machine.memory
+    low, high = int(addresses.min()), int(addresses.max()) + nbytes
+    try:
+        i = memory.find(low, high)
+    except OutOfBounds:
+        return  # several buffers at once, or none: the access itself says so
+    buffer = memory.buffers[i]
+    table = shadow.tables.get(i)
+    if table is None:
+        if not write:
+            return
+        table = shadow.table(i, buffer.nbytes)
+        if table is None:
+            return
+    offsets = (addresses.astype(np.uint64) - np.uint64(buffer.address)).astype(np.int64)
+    cells = offsets >> 2
+    if nbytes > 4:
+        cells = (cells[:, None] + np.arange(nbytes // 4)).reshape(-1)
+        if isinstance(component, np.ndarray):
+            component, time = np.repeat(component, nbytes // 4), np.repeat(time, nbytes // 4)
+    if not write and not buffer.initialised:
+        fresh = table.write_pc[cells] < 0
+        if fresh.any():
+            cell = int(cells[int(np.argmax(fresh))])
+            machine.finding(
+                "uninitialised",
+                f"reads {buffer.name or 'a buffer'} at byte {4 * cell}, which nobody has written.",
+                at,
+                pc=pc,
+            )
+    if nbytes < 4:
+        if write:
+            table.write_pc[cells] = pc
+        return
+    if not machine.races:
+        if write:
+            table.write_pc[cells] = pc
+        return
+    rows = component - 1 if isinstance(component, np.ndarray) else None
+
+    def knows(components: NDArray[Any]) -> Any:
+        return known(components) if rows is None else cluster.clocks.vc[0, rows, components]
+
+    def changed() -> Any:
+        return True if words is None else memory.view(i, 4, 0)[cells] != words
+
+    found = shadow.touch(table, cells, cluster.index, component, time, knows, changed, pc, write, reduce)
+    if found is None:
+        return
+    conflict, owner = found
+    if owner == cluster.index:
+        who = cluster.clocks.names[conflict.component]
+        row = conflict.component - 1
+        if 0 <= row < cluster.clocks.warps:
+            cta = cluster.ctas[row // cluster.ctas[0].warp_count]
+            who = f"{machine.describe_warps([warp_of(cta, row)])} of {cta}"
+    else:
+        who = f"block {owner}" if len(cluster.ctas) == 1 else f"cluster {owner}"
+    machine.finding(
+        "races",
+        f"{'writes' if write else 'reads'} {buffer.name or 'a buffer'} at byte {4 * conflict.location}, which {who} "
+        f"{conflict.earlier} at {machine.program.words(conflict.pc)}, and nothing orders the two.",
+        at,
+        pc=pc,
+        key="global",
+    )
+
+
 # ---- Conflicts in words -------------------------------------------------------------------------------------------
 
 
@@ -966,7 +1052,9 @@ def _missing_order(
                 "a fence.proxy.async is missing between the write through the generic proxy and the barrier"
             )
         wait = "a wgmma.wait_group" if at.kind == "wgmma" else "a cp.async.bulk.wait_group"
-        wait = "a wait for its mbarrier" if at.kind.startswith(("tensor load", "tcgen05", "bulk copy")) else wait
+        wait = (
+            "a wait for its mbarrier" if at.kind.startswith(("tensor load", "tcgen05", "bulk copy")) else wait
+        )
         return (
             "the writer needs a fence.proxy.async and a barrier before the asynchronous operation is issued; or, "
             f"if it wrote after that, {wait} is missing before the write"

@@ -37,6 +37,7 @@ from .formats import (
 
 Function = Callable[..., Any]
 
+_QUIET = np.uint64(1 << 51)
 _FLOAT_ROUNDINGS = ("rn", "rz", "rm", "rp", "rna")
 _INTEGER_ROUNDINGS = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
 _NARROW_PAIRS = {"e4m3x2", "e5m2x2", "e2m3x2", "e3m2x2", "e2m1x2"}
@@ -182,7 +183,7 @@ def _float_to_float(form: Form, target: str, source: str) -> Function:
         if (target, source) == ("f32", "f16"):
             return lambda a: raw32(a.view(F2).astype(F4))
         if (target, source) == ("f32", "bf16"):
-            return lambda a: raw32(bf16_to_f32(a))
+            return lambda a: bf16_to_f32(a).view(U4)  # a shift: NaN keeps its payload
         if (target, source, mode) == ("f16", "f32", "rn"):
             return lambda a: raw16(a.view(F4).astype(F2))
         if (target, source, mode) == ("bf16", "f32", "rn"):
@@ -202,11 +203,23 @@ def _float_to_float(form: Form, target: str, source: str) -> Function:
         if relu:
             v = np.where(v < 0, 0.0, np.where(v == 0, 0.0, v))
         if target == "f64":
-            return v.view(U8)
+            return np.where(v != v, v.view(U8) | _QUIET, v.view(U8))
         if target == "f32":
             r = round_f32(v, None, mode or "rn")
-            return raw32(flush(r) if ftz else r)
-        return encode(v, target, mode or "rn", satfinite)
+            r = flush(r) if ftz else r
+            return (
+                r.view(U4) if source == "f64" else raw32(r)
+            )  # from f64 a NaN keeps what fits of its payload
+        r = encode(v, target, mode or "rn", satfinite)
+        if (target, source) == ("f16", "f64"):
+            bits = v.view(U8)
+            payload = (
+                (bits >> U8.type(48) & U8.type(0x8000))
+                | U8.type(0x7E00)
+                | (bits >> U8.type(42) & U8.type(0x1FF))
+            )
+            r = np.where(v != v, payload.astype(U2), r)
+        return r
 
     return run
 

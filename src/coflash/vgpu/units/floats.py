@@ -40,6 +40,7 @@ from .formats import (
 Function = Callable[..., Any]
 
 UNSIGNED: dict[str, np.dtype[Any]] = {"f16": U2, "bf16": U2, "f32": U4, "f64": U8}
+INFINITY = {"f16": 0x7C00, "bf16": 0x7F80, "f32": 0x7F800000, "f64": 0x7FF << 52}
 SIGN = {"f16": 0x8000, "bf16": 0x8000, "f32": 0x80000000, "f64": 1 << 63}
 
 
@@ -61,7 +62,7 @@ def values(raw: Array, type_: str) -> Array:
 def flush_raw(raw: Array, type_: str) -> Array:
     """.ftz on a register of any float type."""
     unsigned = UNSIGNED[type_]
-    exponent = unsigned.type({"f16": 0x7C00, "bf16": 0x7F80, "f32": 0x7F800000, "f64": 0x7FF << 52}[type_])
+    exponent = unsigned.type(INFINITY[type_])
     sign = unsigned.type(SIGN[type_])
     return np.where((raw & exponent) == 0, raw & sign, raw)
 
@@ -465,7 +466,7 @@ def _minmax(form: Form) -> Function:
 
     unsigned = UNSIGNED[type_]
     sign = unsigned.type(SIGN[type_])
-    infinity = unsigned.type({"f16": 0x7C00, "bf16": 0x7F80, "f32": 0x7F800000, "f64": 0x7FF << 52}[type_])
+    infinity = unsigned.type(INFINITY[type_])
     canonical = unsigned.type({"f16": 0x7FFF, "bf16": 0x7FFF, "f32": 0x7FFFFFFF, "f64": 0x7FF8 << 48}[type_])
 
     def order(raw: Array) -> Array:
@@ -493,17 +494,24 @@ def _minmax(form: Form) -> Function:
 
 
 def _sign_bit(form: Form) -> Function:
-    """abs, neg: the sign bit alone, so that NaN keeps its payload."""
+    """abs, neg: the sign bit, and the canonical NaN (though an assembler may choose code that keeps its payload)."""
     type_ = form.type()
     ftz = _ftz(form, type_)
     unsigned = UNSIGNED[type_]
-    sign = np.array([SIGN[type_]], unsigned)
-    if form.op == "abs":
-        magnitude = ~sign
-        run: Function = lambda a: a & magnitude  # noqa: E731
-    else:
-        run = lambda a: a ^ sign  # noqa: E731
-    return (lambda a: run(flush_raw(a, type_))) if ftz else run
+    sign = Constant(SIGN[type_] if form.op == "neg" else SIGN[type_] - 1, unsigned)
+    change: Function = np.bitwise_xor if form.op == "neg" else np.bitwise_and
+    infinity = unsigned.type(INFINITY[type_])
+    magnitude = unsigned.type(SIGN[type_] - 1)
+
+    def run(a: Array) -> Array:
+        r = change(flush_raw(a, type_) if ftz else a, sign.like(a))
+        if type_ == "f32":
+            return raw32(r.view(F4))
+        if type_ == "f64":
+            return r
+        return np.where((r & magnitude) > infinity, NAN16, r)
+
+    return run
 
 
 def _copysign(form: Form) -> Function:
@@ -516,6 +524,7 @@ def _copysign(form: Form) -> Function:
 
 
 def _testp(form: Form) -> Function:
+    """Zeros count as normal."""
     what = form.one_of("finite", "infinite", "number", "notanumber", "normal", "subnormal")
     type_ = form.type()
     if type_ not in ("f32", "f64"):
@@ -532,8 +541,8 @@ def _testp(form: Form) -> Function:
             return x == x
         if what == "notanumber":
             return x != x
-        normal = np.isfinite(x) & (np.abs(x) >= tiny)
-        return normal if what == "normal" else np.isfinite(x) & ~normal & (x != 0)
+        subnormal = (np.abs(x) < tiny) & (x != 0)
+        return subnormal if what == "subnormal" else np.isfinite(x) & ~subnormal
 
     return run
 

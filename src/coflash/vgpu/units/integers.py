@@ -167,26 +167,27 @@ def _mul24(form: Form) -> Function:
 
 
 def _quotient(form: Form) -> Function:
-    """Division truncates towards zero. The manual leaves division by zero unspecified: here all ones (and the
-    dividend for rem)."""
+    """Division truncates towards zero. The manual leaves division by zero unspecified: all ones, as seen on an
+    H200 (div.s32, rem.u32)."""
     type_ = form.type()
     n, signed = width(type_), type_[0] == "s"
     remainder = form.op == "rem"
     unsigned = UNSIGNED[n]
+    ones = unsigned.type(2**n - 1)
 
     def run(a: Array, b: Array) -> Array:
         zero = b == 0
         if not signed:
             d = np.where(zero, unsigned.type(1), b)
-            return np.where(zero, a, a % d) if remainder else np.where(zero, unsigned.type(2**n - 1), a // d)
+            return np.where(zero, ones, a % d if remainder else a // d)
         x, y = a.view(SIGNED[n]), b.view(SIGNED[n])
         mx, my = np.abs(x).view(unsigned), np.abs(y).view(unsigned)
         d = np.where(zero, unsigned.type(1), my)
         if remainder:
             r = mx % d
-            return np.where(zero, a, np.where(x < 0, np.negative(r), r))
+            return np.where(zero, ones, np.where(x < 0, np.negative(r), r))
         q = mx // d
-        return np.where(zero, unsigned.type(2**n - 1), np.where((x < 0) != (y < 0), np.negative(q), q))
+        return np.where(zero, ones, np.where((x < 0) != (y < 0), np.negative(q), q))
 
     return run
 
@@ -325,16 +326,20 @@ def _lop3(form: Form) -> Function:
     return run
 
 
+def _place(operand: Array, n: int) -> Array:
+    """A position or length of bfe and bfi. The manual takes 8 bits of it; an H200 does so for 32-bit fields, and
+    takes all of it for 64-bit ones (the two agree up to 255)."""
+    return (operand & U4.type(255) if n == 32 else operand).astype(np.int64)
+
+
 def _bfe(form: Form) -> Function:
-    """Position and length are bytes. A signed field that is empty or wholly above the register reads as the
-    sign bit of the field's top."""
+    """A signed field that is empty or wholly above the register reads as the sign bit of the field's top."""
     type_ = form.type()
     n, signed = width(type_), type_[0] == "s"
     unsigned = UNSIGNED[n]
 
     def run(a: Array, b: Array, c: Array) -> Array:
-        pos = (b & U4.type(255)).astype(np.int64)
-        length = (c & U4.type(255)).astype(np.int64)
+        pos, length = _place(b, n), _place(c, n)
         shifted = a >> np.minimum(pos, n).astype(unsigned)
         mask = _low_mask(length, n)
         field = shifted & mask
@@ -360,8 +365,8 @@ def _bfi(form: Form) -> Function:
     unsigned = UNSIGNED[n]
 
     def run(a: Array, b: Array, c: Array, d: Array) -> Array:
-        pos = (c & U4.type(255)).astype(np.int64)
-        mask = _low_mask((d & U4.type(255)).astype(np.int64), n) << np.minimum(pos, n).astype(unsigned)
+        pos = _place(c, n)
+        mask = _low_mask(_place(d, n), n) << np.minimum(pos, n).astype(unsigned)
         return (b & ~mask) | ((a << np.minimum(pos, n).astype(unsigned)) & mask)
 
     return run
