@@ -12,7 +12,9 @@ from __future__ import annotations
 import ctypes
 import gzip
 import hashlib
+import os
 import pickle
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +23,7 @@ from typing import Any
 import numpy as np
 
 DATA = Path(__file__).with_name("data") / "h200.npz"
+MAP_FIELDS = ("address", "element", "extents", "strides", "box", "element_strides", "swizzle")
 _recorded: dict[str, np.ndarray] | None = None
 _packed: list[dict[str, Any]] | None = None
 
@@ -36,8 +39,10 @@ def digest(source: str, inputs: Sequence[tuple[str, bytes]]) -> str:
 class Watch:
     """Around a launch: remembers its inputs, and holds its outputs against what hardware gave."""
 
-    def __init__(self, launch: Any) -> None:
+    def __init__(self, launch: Any, map_: Any = None) -> None:
+        """map_: the TensorMap that the parameters begin with, for a driver to encode."""
         self.launch = launch
+        self.map = map_
         self.inputs = [(b.name, b.data.tobytes()) for b in launch.buffers]
         self.key = digest(launch.ptx, self.inputs)
 
@@ -61,6 +66,8 @@ class Watch:
         _packed.append(
             {
                 "key": self.key,
+                "test": os.environ.get("PYTEST_CURRENT_TEST", "").split("::")[-1].split(" ")[0],
+                "map": self.map and {f: getattr(self.map, f) for f in MAP_FIELDS},
                 "ptx": launch.ptx,
                 "kernel": launch.kernel,
                 "grid": launch.grid,
@@ -148,6 +155,43 @@ def moved(data: bytes, addresses: dict[int, int]) -> bytes:
     return words.tobytes() + data[len(data) // 8 * 8 :]
 
 
+DATA_TYPES = {
+    "u8": 0,
+    "u16": 1,
+    "u32": 2,
+    "s32": 3,
+    "u64": 4,
+    "s64": 5,
+    "f16": 6,
+    "f32": 7,
+    "f64": 8,
+    "bf16": 9,
+}
+
+
+def encoded(driver: Driver, map_: dict[str, Any], addresses: dict[int, int]) -> bytes:
+    """The driver's encoding of a tensor map over device memory."""
+    room = ctypes.create_string_buffer(192)
+    start = -(-ctypes.addressof(room) // 64) * 64
+    rank = len(map_["extents"])
+    driver(
+        "cuTensorMapEncodeTiled",
+        ctypes.c_void_p(start),
+        DATA_TYPES[map_["element"]],
+        rank,
+        ctypes.c_void_p(addresses[map_["address"]]),
+        (ctypes.c_uint64 * rank)(*map_["extents"]),
+        (ctypes.c_uint64 * rank)(*map_["strides"][1:]),
+        (ctypes.c_uint32 * rank)(*map_["box"]),
+        (ctypes.c_uint32 * rank)(*map_["element_strides"]),
+        0,
+        {0: 0, 32: 1, 64: 2, 128: 3}[map_["swizzle"]],
+        0,
+        0,
+    )
+    return ctypes.string_at(start, 128)
+
+
 def execute(driver: Driver, case: dict[str, Any]) -> list[np.ndarray]:
     addresses: dict[int, int] = {}
     pointers = []
@@ -161,7 +205,10 @@ def execute(driver: Driver, case: dict[str, Any]) -> list[np.ndarray]:
         driver("cuMemcpyHtoD_v2", pointer, data, ctypes.c_size_t(len(data)))
     function = driver.load(case["ptx"], case["kernel"])
     driver("cuFuncSetAttribute", function, 8, case["shared"])  # largest dynamic shared memory
-    params = ctypes.create_string_buffer(moved(case["params"], addresses), len(case["params"]))
+    raw = moved(case["params"], addresses)
+    if case["map"]:
+        raw = encoded(driver, case["map"], addresses) + raw[128:]
+    params = ctypes.create_string_buffer(raw, len(raw))
     size = ctypes.c_size_t(len(case["params"]))
     extra = (ctypes.c_void_p * 5)(1, ctypes.addressof(params), 2, ctypes.addressof(size), 0)
     attribute = Attribute(4, 0, (ctypes.c_uint * 16)(*case["cluster"]))  # cluster dimension
@@ -185,27 +232,41 @@ def execute(driver: Driver, case: dict[str, Any]) -> list[np.ndarray]:
 
 
 def run(path: str, out: str) -> None:
+    """Every launch; after one that breaks the context, a new process goes on with the next."""
+    cases = pickle.loads(gzip.decompress(Path(path).read_bytes()))
+    parts: dict[str, np.ndarray] = {}
+    first = 0
+    while first < len(cases):
+        part = f"{out}.part.npz"
+        done = subprocess.run([sys.executable, __file__, "part", path, part, str(first)], timeout=300)
+        parts |= dict(np.load(part))
+        first = int(parts.pop("next"))
+        if done.returncode not in (0, 3):
+            break
+    np.savez_compressed(out, **parts)
+    print(f"{len(parts)} results of {len(cases)} launches")
+
+
+def run_part(path: str, out: str, start: str) -> None:
     driver = Driver()
-    recorded, failed, different = {}, 0, 0
-    for case in pickle.loads(gzip.decompress(Path(path).read_bytes())):
+    recorded: dict[str, np.ndarray] = {}
+    cases = pickle.loads(gzip.decompress(Path(path).read_bytes()))
+    for number in range(int(start), len(cases)):
+        case = cases[number]
         try:
             results = execute(driver, case)
         except RuntimeError as error:
-            failed += 1
-            print(f"{case['key']}: {error}", flush=True)
-            if "700" in str(error) or "71" in str(error):  # the context is gone
-                break
-            continue
+            print(f"{case['key']} {case['test']}: {error}", flush=True)
+            np.savez_compressed(out, next=number + 1, **recorded)
+            sys.exit(3)
         for n in case["changed"]:
             recorded[f"{case['key']}/{n}"] = results[n]
             if results[n].tobytes() != case["virtual"][n]:
-                different += 1
-                virtual = np.frombuffer(case["virtual"][n], np.uint8)
+                count = np.count_nonzero(results[n] != np.frombuffer(case["virtual"][n], np.uint8))
                 print(
-                    f"{case['key']} {case['buffers'][n][1]}: {np.count_nonzero(results[n] != virtual)} bytes differ"
+                    f"{case['key']} {case['test']} {case['buffers'][n][1]}: {count} bytes differ", flush=True
                 )
-    np.savez_compressed(out, **recorded)
-    print(f"{len(recorded)} results, {different} differ from the virtual GPU, {failed} launches failed")
+    np.savez_compressed(out, next=len(cases), **recorded)
 
 
 def keep(path: str) -> None:
@@ -214,4 +275,4 @@ def keep(path: str) -> None:
 
 
 if __name__ == "__main__":
-    {"pack": pack, "run": run, "keep": keep}[sys.argv[1]](*sys.argv[2:])
+    {"pack": pack, "run": run, "part": run_part, "keep": keep}[sys.argv[1]](*sys.argv[2:])

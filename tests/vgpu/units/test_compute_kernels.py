@@ -151,7 +151,7 @@ def operand_values(name: str, width: int, n: int, seed: int) -> np.ndarray:
 # What Hopper does not have.
 BLACKWELL = re.compile(r".*f32x2|(max|min)\.f32 32 32 32|(add|sub|fma)\.(rn\.)?f32\.(bf16|f16)")
 # Bits that the manual leaves to the hardware, or models within a bound only.
-UNSPECIFIED = re.compile(r".*\.approx|.*f64|div\.s32|rem\.u32")
+UNSPECIFIED = re.compile(r".*\.(approx|full)")
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
@@ -230,7 +230,10 @@ ret;
     watch = Watch(launch)
     report = Machine(arch=arch).run(launch)
     assert not report.findings, "\n\n".join(map(str, report.findings))
-    watch.finished(skip=[b.name for b in buffers if UNSPECIFIED.match(b.name)])
+    # The assembler drops the guard of a testp, and makes a guarded neg of one that keeps a NaN's payload.
+    varies = re.compile(r"testp|neg\.f32|abs\.f32")
+    unknown = [b.name for b in buffers if UNSPECIFIED.match(b.name) or guarded and varies.match(b.name)]
+    watch.finished(skip=unknown)
     wrong = []
     for name, given, want, got in checks:
         bad = np.flatnonzero(got != want)

@@ -31,7 +31,12 @@ def converted(bits: int, source: str, target: str, mode: str) -> int:
     if isinstance(v, Fraction):
         return round_to(v, target, mode)
     if math.isnan(v):
-        return canonical(target)
+        # From f64 the sign and the top of the payload stay.
+        return (
+            bits >> 32 & 1 << 31 | 0x7FC00000 | bits >> 29 & 0x3FFFFF
+            if source == "f64"
+            else canonical(target)
+        )
     sign = 1 if math.copysign(1, v) < 0 else 0
     top = {"f16": 0x7C00, "bf16": 0x7F80, "f32": 0x7F800000}[target] if math.isinf(v) else 0
     return top | sign << {"f16": 15, "bf16": 15, "f32": 31}[target]

@@ -241,9 +241,11 @@ def test_set_selp_slct() -> None:
 
 
 def test_sign_operations() -> None:
-    x = f32(-1.5, 0.0, NAN, -INF)
+    x = f32(-1.5, 0.0, -INF)
     np.testing.assert_array_equal(run("abs.f32", x), x & 0x7FFFFFFF)
     np.testing.assert_array_equal(run("neg.f32", x), x ^ 0x80000000)
+    np.testing.assert_array_equal(run("neg.f32", f32(NAN)), [0x7FFFFFFF])
+    np.testing.assert_array_equal(run("abs.bf16", np.array([0xFF81, 0x8001], np.uint16)), [0x7FFF, 0x0001])
     np.testing.assert_array_equal(run("neg.ftz.f32", f32(1e-40)), f32(-0.0))
     np.testing.assert_array_equal(run("copysign.f32", f32(-2, 2), f32(3, -3)), f32(-3, 3))
 
@@ -255,7 +257,7 @@ def test_sign_operations() -> None:
         ("infinite", [0, 0, 0, 1, 0]),
         ("number", [1, 1, 1, 1, 0]),
         ("notanumber", [0, 0, 0, 0, 1]),
-        ("normal", [1, 0, 0, 0, 0]),
+        ("normal", [1, 0, 1, 0, 0]),
         ("subnormal", [0, 1, 0, 0, 0]),
     ],
 )

@@ -44,7 +44,7 @@ BINARY: dict[str, Callable[[int, int], int]] = {
     "min": min,
     "max": max,
     "div": lambda a, b: truncated(a, b) if b else -1,
-    "rem": lambda a, b: a - b * truncated(a, b) if b else a,
+    "rem": lambda a, b: a - b * truncated(a, b) if b else -1,
 }
 
 

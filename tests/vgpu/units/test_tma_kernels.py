@@ -49,7 +49,7 @@ def run(
         shared_bytes=BARRIER + 1024,
         buffers=buffers,
     )
-    watch = Watch(launch)
+    watch = Watch(launch, map_)
     report = Machine(arch="sm_90a", schedule=schedule, seed=3).run(launch)
     assert not report.findings, "\n\n".join(str(f) for f in report.findings)
     watch.finished()
