@@ -32,7 +32,7 @@ def run(problem: Problem, operands: Operands) -> None:
     (one,) = recorded
     assert one.kernel == entry.symbol
     report = vgpu.Machine(arch="sm_90a").run(one)
-    assert report.ok, report
+    assert report.ok, str(report)
 
     expected, expected_lse = portable.forward(
         replace(problem, device_type="cpu"), operands, portable.Numerics()
