@@ -64,7 +64,7 @@ def _hopper(c: Any) -> list[tuple[str, str]]:
         ("stages", f"Q {c.q_stages}, K {c.k_stages}, V {c.v_stages}"),
         ("registers", f"{compute} a computing thread, {load} a loading one"),
         ("shared", f"{c.shared_bytes} bytes = {c.shared_sum()}"),
-        ("softmax", _SOFTMAX[c.softmax] + (", beside the products" if c.overlap else "")),
+        ("softmax", _SOFTMAX[c.softmax] + ", beside the products"),
         (
             "scheduler",
             "tiles from a counter, longest first" if c.dynamic else "blocks stride through the tiles",

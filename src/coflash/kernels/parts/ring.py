@@ -6,7 +6,6 @@ the ring in the same order, so a side only remembers its next stage and that sta
 
 from cutlass import Int32, cute
 
-from coflash.kernels.parts import ptx
 from coflash.kernels.parts.fixture import Fixture
 
 
@@ -25,11 +24,6 @@ class Ring(Fixture):
     @property
     def stage(self) -> Int32:
         return self.place[0]
-
-    def before(self, behind: int) -> Int32:
-        """The stage `behind` places back."""
-        back = self.place[0] - behind % self.stages
-        return ptx.choose(back < 0, back + self.stages, back)
 
     def wait_full(self) -> None:
         cute.arch.mbarrier_wait(self.full + self.place[0], self.place[1])

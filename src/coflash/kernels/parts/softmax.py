@@ -29,6 +29,7 @@ class RowState(Fixture):
         self.rounded_sum = rounded_sum
         self.reference = cute.make_rmem_tensor((2,), Float32)
         self.sum = cute.make_rmem_tensor((2,), Float32)
+        self.rounding = cute.make_rmem_tensor((2,), Float32)  # what rounding P added to it, where that matters
 
     # ---- the first block ----
 
@@ -36,11 +37,7 @@ class RowState(Fixture):
         for half in range(2):
             self.reference[half] = Float32(-INFINITY)
             self.sum[half] = Float32(0.0)
-
-    def take(self, other: "RowState") -> None:
-        for half in range(2):
-            self.reference[half] = other.reference[half]
-            self.sum[half] = other.sum[half]
+            self.rounding[half] = Float32(0.0)
 
     def hold(self, scores: cute.Tensor) -> None:
         """Take the block's row maxima as the reference; a row that sees nothing here takes 0."""
@@ -70,6 +67,7 @@ class RowState(Fixture):
         """Bring the sums down to the new reference."""
         for half in range(2):
             self.sum[half] = self.sum[half] * factors[half]
+            self.rounding[half] = self.rounding[half] * factors[half]
 
     @cute.jit
     def rescale(self, out: cute.Tensor, factors, moved: Boolean):
@@ -107,11 +105,8 @@ class RowState(Fixture):
             if cute.arch.vote_any_sync(heavy):
                 for i in cutlass.range_constexpr(0, cute.size(scores), 2):
                     low, high = ptx.unpack_bf16(ptx.pack(scores[i], scores[i + 1], self.dtype))
-                    error = (low - scores[i]) + (high - scores[i + 1])
-                    if cutlass.const_expr(i // 2 % 2 == 0):
-                        upper = upper + error
-                    else:
-                        lower = lower + error
+                    half = i // 2 % 2
+                    self.rounding[half] = self.rounding[half] + ((low - scores[i]) + (high - scores[i + 1]))
         self.sum[0] = self.sum[0] + upper
         self.sum[1] = self.sum[1] + lower
 
@@ -126,6 +121,8 @@ class RowState(Fixture):
         """The sum over the whole row."""
         for half in range(2):
             self.sum[half] = ptx.quad_sum(self.sum[half])
+            if self.rounded_sum:
+                self.rounding[half] = ptx.quad_sum(self.rounding[half])
 
     def add_sink(self, half: int, sink: Float32) -> Float32:
         """Let a score that has no value join the sum; the answer is what it scales the output by."""
@@ -133,6 +130,7 @@ class RowState(Fixture):
         after = cute.arch.fmax(before, sink)
         factor = ptx.exp2(before - after)
         self.sum[half] = self.sum[half] * factor + ptx.exp2(sink - after)
+        self.rounding[half] = self.rounding[half] * factor
         self.reference[half] = after
         return factor
 

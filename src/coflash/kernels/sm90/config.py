@@ -49,9 +49,7 @@ class ForwardConfig:
     v_stages: int = 2
     q_stages: int = 1
     softmax: str = "held"  # "held": the first block's maximum is kept; "online": the running maximum
-    rounded_sum: bool = True  # row sums of P as rounded to 16 bits
-    overlap: int = 1  # products with V that softmax leaves running: see Warpgroup.step
-    chained: bool = False  # the next tile's first scores are computed beside this tile's last product
+    early: bool = False  # wait for the product with V before the exponentials
     dynamic: bool = True  # tiles are handed out by a counter; else every block strides through them
     blocks_per_sm: int = 1
 
@@ -69,8 +67,8 @@ class ForwardConfig:
             raise ValueError(f"tile_n {self.tile_n}: multiples of 16 up to 256 (wgmma's N, and K of P V)")
         if self.warpgroups not in REGISTER_SPLIT:
             raise ValueError(f"warpgroups {self.warpgroups}: one of {sorted(REGISTER_SPLIT)}")
-        if not 1 <= self.pack_heads <= ROWS:
-            raise ValueError(f"pack_heads {self.pack_heads}: 1 to {ROWS}")
+        if not any(p * self.pack_heads % 8 == 0 for p in range(1, ROWS // self.pack_heads + 1)):
+            raise ValueError(f"pack_heads {self.pack_heads}: no multiple of it fills 8-row groups up to {ROWS}")
         if self.shared_bytes * self.blocks_per_sm > SHARED_BYTES:
             raise ValueError(f"shared memory: {self.shared_sum()} of {SHARED_BYTES // self.blocks_per_sm}")
         load, compute = self.registers
@@ -80,7 +78,7 @@ class ForwardConfig:
         if self.accumulator_registers > self.registers[1] - 20:
             raise ValueError(
                 f"registers: S {self.tile_n // 2} + O {self.tile_d_v // 2}"
-                f" + P {self.tile_n // 4 * self.overlap} + 20 of {self.registers[1]}"
+                f" + P {self.tile_n // 4} + 20 of {self.registers[1]}"
             )
 
     # ---- what follows from the choices ----
@@ -101,8 +99,8 @@ class ForwardConfig:
 
     @property
     def positions(self) -> int:
-        """Query positions in one warpgroup's 64 rows."""
-        return ROWS // self.pack_heads
+        """Query positions in one warpgroup's 64 rows: as many as fill whole 8-row groups, the grain of the swizzle."""
+        return next(p for p in range(ROWS // self.pack_heads, 0, -1) if p * self.pack_heads % 8 == 0)
 
     @property
     def threads(self) -> int:
@@ -122,8 +120,8 @@ class ForwardConfig:
 
     @property
     def accumulator_registers(self) -> int:
-        """Of a computing thread: scores, output, and P while the next scores are computed."""
-        return self.tile_n // 2 + self.tile_d_v // 2 + (self.tile_n // 4 * self.overlap)
+        """Of a computing thread: scores, output, and the P of the block before."""
+        return self.tile_n // 2 + self.tile_d_v // 2 + self.tile_n // 4
 
     @property
     def shared_bytes(self) -> int:

@@ -320,9 +320,10 @@ class Forward:
             before = m_blocks * heads * batch
             if tile < before:
                 kind = Int32(TILE)
-                kv_bytes = 2 * max_k * (c.head_dim + c.head_dim_v)
-                section = tiles.section_heads(kv_bytes, m_blocks, heads * batch, blocks)
-                m_block, head = tiles.place(tile, m_blocks, heads * batch, section)
+                beside = Int32(0)
+                if cutlass.const_expr(c.bounded_right):
+                    beside = tiles.heads_beside(m_blocks, heads * batch, blocks)
+                m_block, head = tiles.place(tile, m_blocks, heads * batch, beside)
                 b = head // heads
                 info[M_BLOCK] = m_block
                 info[HEAD] = head - b * heads
@@ -353,10 +354,11 @@ class Forward:
                     info[SEQLEN_Q] = cute.arch.shuffle_sync(length, owner)
                     info[FIRST_Q] = cute.arch.shuffle_sync(begin, owner)
                     self.find_keys(info, operands)
-                    kv_bytes = 2 * info[SEQLEN_K] * (c.head_dim + c.head_dim_v)
                     own_blocks = cute.arch.shuffle_sync(m_blocks, owner)
-                    section = tiles.section_heads(kv_bytes, own_blocks, heads, blocks)
-                    m_block, head = tiles.place(tile - start, own_blocks, heads, section)
+                    beside = Int32(0)
+                    if cutlass.const_expr(c.bounded_right):
+                        beside = tiles.heads_beside(own_blocks, heads, blocks)
+                    m_block, head = tiles.place(tile - start, own_blocks, heads, beside)
                     info[M_BLOCK] = m_block
                     info[HEAD] = head
                 first = first + 32
@@ -527,14 +529,11 @@ class Forward:
         k = a.make_fragment_B(a.partition_B(shared_k))
         v = b.make_fragment_B(b.partition_B(shared_v))
         out = b.make_fragment_C(b.partition_shape_C((ROWS, c.tile_d_v)))
-        words = [cute.make_rmem_tensor((c.tile_n // 4,), Int32) for _ in range(max(c.overlap, 1))]
-        probabilities = [
-            cute.make_tensor(
-                cute.recast_ptr(buffer.iterator, dtype=self.dtype),
-                cute.make_layout(((2, 2, 2), 1, c.tile_n // 16), stride=((1, 2, 4), 0, 8)),
-            )
-            for buffer in words
-        ]
+        words = cute.make_rmem_tensor((c.tile_n // 4,), Int32)
+        probabilities = cute.make_tensor(
+            cute.recast_ptr(words.iterator, dtype=self.dtype),
+            cute.make_layout(((2, 2, 2), 1, c.tile_n // 16), stride=((1, 2, 4), 0, 8)),
+        )
         q_ring = Ring(
             storage.q_full.data_ptr() + group * c.q_stages,
             storage.q_empty.data_ptr() + group * c.q_stages,
@@ -549,7 +548,7 @@ class Forward:
         scale = operands.softmax_scale * ptx.LOG2_E
         if cutlass.const_expr(c.softcap):
             scale = Float32(ptx.LOG2_E)
-        states = [RowState(scale, self.dtype, c.rounded_sum) for _ in range(2)]
+        state = RowState(scale, self.dtype, c.softmax == "held")
         side = Warpgroup(
             self,
             group,
@@ -559,7 +558,7 @@ class Forward:
             (q, k, v),
             (out, words, probabilities),
             (q_ring, k_ring, v_ring),
-            states,
+            state,
             operands,
         )
         side.tiles(slots, work, failed)
@@ -568,14 +567,14 @@ class Forward:
 class Warpgroup(Fixture):
     """The place of one compute warpgroup: its operands, registers and rings."""
 
-    def __init__(self, kernel, group, thread, lane, mmas, fragments, registers, rings, states, operands):
+    def __init__(self, kernel, group, thread, lane, mmas, fragments, registers, rings, state, operands):
         self.kernel, self.config = kernel, kernel.config
         self.group, self.thread, self.lane = group, thread, lane
         self.scores_mma, self.out_mma, self.scores_slice = mmas
         self.q, self.k, self.v = fragments
         self.out, self.words, self.probabilities = registers
         self.q_ring, self.k_ring, self.v_ring = rings
-        self.state, self.coming = states  # of the tile in hand, and of the next one where it has begun
+        self.state = state
         self.operands = operands
 
     # ---- products ----
@@ -593,20 +592,13 @@ class Warpgroup(Fixture):
         warpgroup.commit_group()
         return scores
 
-    def multiply_v(self, at_hand: int) -> None:
+    def multiply_v(self) -> None:
         """Issue O += P V on the next V stage."""
         self.v_ring.wait_full()
         warpgroup.fence()
         v = self.v[None, None, None, self.v_ring.stage]
-        gemm(self.out_mma, self.out, self.probabilities[at_hand], v, fresh=False)
+        gemm(self.out_mma, self.out, self.probabilities, v, fresh=False)
         warpgroup.commit_group()
-        self.v_ring.advance()
-
-    @cute.jit
-    def release_v(self, behind: cutlass.Constexpr[int]):
-        """This warp has read the V stage `behind` places before the next one."""
-        if self.lane == 0:
-            cute.arch.mbarrier_arrive(self.v_ring.empty + self.v_ring.before(behind))
 
     @cute.jit
     def release(self, of: Ring):
@@ -621,41 +613,43 @@ class Warpgroup(Fixture):
     def tiles(self, slots, work, failed):
         """Every tile the block is given, until the end is announced."""
         c = self.config
-        slots.wait_full()
-        kind = work[KIND, slots.stage]
-        begun = Boolean(False)  # the probabilities of the tile's first block are at hand
+        kind = Int32(TILE)
         while kind != END:
+            slots.wait_full()
             slot = slots.stage
-            info = work[None, slot]  # read where needed: registers are dear in between
-            slots.advance()
-            bad, plain = Boolean(False), Boolean(False)
-            if kind == TILE:
-                plain = self.sees_keys(info)
-            if plain:
-                if not begun:
-                    self.first_block(info)
-                self.other_blocks(info)
-                begun = Boolean(False)
-                if cutlass.const_expr(c.chained):
-                    slots.wait_full()
-                    following = work[None, slots.stage]
-                    begun = (following[KIND] == TILE) & self.sees_keys(following)
-                    if begun:
-                        bad = self.last_product_and_next(info, following)
-                    else:
-                        bad = self.last_product(info)
-                else:
-                    bad = self.last_product(info)
-            elif (kind == TILE) | (kind == EXACT):
-                self.apart(info)
-            if cutlass.const_expr(c.softmax == "held"):
-                if cute.arch.vote_any_sync(bad):
-                    failed[slot] = Int32(1)
+            kind = work[KIND, slot]
+            if (kind == TILE) | (kind == EXACT):
+                info = work[None, slot]  # read where needed: registers are dear in between
+                bad = self.tile(info, kind == EXACT)
+                if cutlass.const_expr(c.softmax == "held"):
+                    if cute.arch.vote_any_sync(bad):
+                        failed[slot] = Int32(1)
             cute.arch.sync_warp()
             if self.lane == 0:
                 cute.arch.mbarrier_arrive(slots.empty + slot)
-            slots.wait_full()
-            kind = work[KIND, slots.stage]
+            slots.advance()
+
+    @cute.jit
+    def tile(self, info, exact):
+        """One tile; the answer is True where a held maximum failed some row of this thread."""
+        low, high, own_low, own_high = self.span(info)
+        sees = own_high > own_low
+        self.out.fill(0.0)
+        self.state.start()
+        if high > low:
+            self.q_ring.wait_full()
+            before = ptx.choose(sees, high - own_high, high - low)
+            self.pass_blocks(before)  # blocks that only later rows of the tile see
+            if sees:
+                if exact:
+                    self.exactly(info)
+                else:
+                    self.fast(info)
+                self.pass_blocks(own_low - low)  # blocks that only earlier rows see
+            else:
+                self.release(self.q_ring)
+        bad = self.finish(info)
+        return bad & sees & ~exact
 
     def span(self, info) -> tuple[Int32, Int32, Int32, Int32]:
         """Key blocks [low, high) of the whole tile, and those of this warpgroup's rows."""
@@ -665,11 +659,6 @@ class Warpgroup(Fixture):
         low, high = self.kernel.key_blocks(info[M_BLOCK] * rows, rows, *lengths, self.operands)
         own = self.kernel.key_blocks(self.first(info), c.positions, *lengths, self.operands)
         return low, high, *own
-
-    def sees_keys(self, info) -> Boolean:
-        """Whether any of this warpgroup's rows sees a key."""
-        _, _, own_low, own_high = self.span(info)
-        return own_high > own_low
 
     def first(self, info) -> Int32:
         """Query position of the warpgroup's first row."""
@@ -709,11 +698,13 @@ class Warpgroup(Fixture):
         return low, high
 
     @cute.jit
-    def pass_blocks(self, ring: Ring, count):
-        """Blocks that none of this warpgroup's rows sees."""
+    def pass_blocks(self, count):
+        """Blocks that none of this warpgroup's rows sees; K and V in turn, as they are loaded."""
         while count > 0:
-            ring.wait_full()
-            self.release(ring)
+            self.k_ring.wait_full()
+            self.release(self.k_ring)
+            self.v_ring.wait_full()
+            self.release(self.v_ring)
             count = count - 1
 
     def visible(self, scores, j, limits, masked: bool) -> None:
@@ -728,38 +719,13 @@ class Warpgroup(Fixture):
     # ---- blocks of a tile, from the last to the first ----
 
     @cute.jit
-    def first_block(self, info):
-        """Enter a tile: its first probabilities, with nothing running beside them."""
-        _, high, _, own_high = self.span(info)
-        self.q_ring.wait_full()
-        self.pass_blocks(self.k_ring, high - own_high)
-        self.pass_blocks(self.v_ring, high - own_high)
-        scores = self.multiply_k()
-        warpgroup.wait_group(0)
-        self.release(self.k_ring)
-        self.first_probabilities(info, scores, self.state)
-        self.out.fill(0.0)
-        self.state.pack(scores, self.words[0])
-
-    def first_probabilities(self, info, scores, state: RowState) -> None:
-        _, _, _, own_high = self.span(info)
-        self.visible(scores, own_high - 1, self.limits(info), True)
-        state.start()
-        if self.config.softmax == "held":
-            state.hold(scores)
-        else:
-            state.raise_reference(scores)
-        state.exponentials(scores)
-        state.add(scores, first=True)
-
-    @cute.jit
-    def other_blocks(self, info):
-        """Three loops: blocks cut on the right, whole ones, blocks cut on the left."""
+    def fast(self, info):
+        """The first block, then three loops: blocks cut on the right, whole ones, blocks cut on the left."""
         c = self.config
         _, _, low, high = self.span(info)
+        limits = self.limits(info)
         first = self.first(info)
         offset = info[SEQLEN_K] - info[SEQLEN_Q]
-        limits = self.limits(info)
         until, clear_low = info[SEQLEN_K], low
         if cutlass.const_expr(c.bounded_right):
             until = ptx.least(until, first + offset + self.operands.window_right + 1)
@@ -767,139 +733,80 @@ class Warpgroup(Fixture):
         if cutlass.const_expr(c.bounded_left):
             since = first + c.positions - 1 + offset - self.operands.window_left
             clear_low = (ptx.most(since, Int32(0)) + c.tile_n - 1) // c.tile_n
-        j = high - 2
+
+        j = high - 1
+        scores = self.multiply_k()
+        warpgroup.wait_group(0)
+        self.release(self.k_ring)
+        self.visible(scores, j, limits, True)
+        if cutlass.const_expr(c.softmax == "held"):
+            self.state.hold(scores)
+        else:
+            self.state.raise_reference(scores)
+        self.state.exponentials(scores)
+        self.state.add(scores, first=True)
+        self.state.pack(scores, self.words)
+        j = j - 1
         if cutlass.const_expr(c.bounded_right):
             j = self.steps(j, ptx.most(clear_high, clear_low), limits, True)
         j = self.steps(j, clear_low, limits, False)
         if cutlass.const_expr(c.bounded_left):
             j = self.steps(j, low, limits, True)
         self.release(self.q_ring)
-
-    @cute.jit
-    def last_product(self, info):
-        """Leave a tile with nothing else to do meanwhile."""
-        low, _, own_low, _ = self.span(info)
-        self.multiply_v(0)
+        self.multiply_v()
         warpgroup.wait_group(0)
-        self.release_v(1)
-        self.pass_blocks(self.k_ring, own_low - low)
-        self.pass_blocks(self.v_ring, own_low - low)
-        return self.finish(info)
-
-    @cute.jit
-    def last_product_and_next(self, info, following):
-        """Leave a tile and enter the next one: its first scores and probabilities beside the last product."""
-        low, _, own_low, _ = self.span(info)
-        _, high, _, own_high = self.span(following)
-        unseen = (own_low - low) + (high - own_high)
-        self.q_ring.wait_full()
-        self.pass_blocks(self.k_ring, unseen)
-        scores = self.multiply_k()
-        self.multiply_v(0)
-        warpgroup.wait_group(1)
-        self.release(self.k_ring)
-        self.first_probabilities(following, scores, self.coming)
-        warpgroup.wait_group(0)
-        self.release_v(1)
-        self.pass_blocks(self.v_ring, unseen)
-        bad = self.finish(info)
-        self.state.take(self.coming)
-        self.out.fill(0.0)
-        self.state.pack(scores, self.words[0])
-        return bad
-
-    @cute.jit
-    def apart(self, info):
-        """A tile out of the ordinary: none of this warpgroup's rows sees a key, or a held maximum failed some row
-        of the tile, which is done again with a running maximum, nothing overlapped."""
-        low, high, own_low, own_high = self.span(info)
-        limits = self.limits(info)
-        self.out.fill(0.0)
-        self.state.start()
-        if high > low:
-            self.q_ring.wait_full()
-            passed = ptx.least(high - own_high, high - low)
-            self.pass_blocks(self.k_ring, passed)
-            self.pass_blocks(self.v_ring, passed)
-            j = high - 1 - passed
-            while (j >= own_low) & (own_high > own_low):
-                scores = self.multiply_k()
-                warpgroup.wait_group(0)
-                self.release(self.k_ring)
-                self.visible(scores, j, limits, True)
-                self.state.raise_to(scores, self.out)
-                self.state.exponentials(scores)
-                self.state.add(scores)
-                self.state.pack(scores, self.words[0])
-                self.multiply_v(0)
-                warpgroup.wait_group(0)
-                self.release_v(1)
-                j = j - 1
-            self.release(self.q_ring)
-            self.pass_blocks(self.k_ring, j + 1 - low)
-            self.pass_blocks(self.v_ring, j + 1 - low)
-        self.finish(info)
+        self.release(self.v_ring)
 
     @cute.jit
     def steps(self, j, low, limits, masked: cutlass.Constexpr[bool]):
-        """Blocks j to low; the answer is the first block that remains."""
-        if cutlass.const_expr(self.config.overlap == 2):
-            begun = j
-            while j > low:
-                self.step(j, limits, masked, 0, 1, j != begun)
-                self.step(j - 1, limits, masked, 1, 0, True)
-                j = j - 2
-            warpgroup.wait_group(0)
-            if begun > low:
-                self.release_v(1)
+        """Blocks j to low; the answer is the first block that remains.
+
+        The scores of block j are computed first, then the output of block j + 1, whose probabilities are at hand;
+        the softmax of block j runs beside the second product."""
+        c = self.config
         while j >= low:
-            self.step(j, limits, masked, 0, 0, False)
+            scores = self.multiply_k()
+            self.multiply_v()
+            warpgroup.wait_group(1)
+            self.release(self.k_ring)
+            self.visible(scores, j, limits, masked)
+            if cutlass.const_expr(c.early):
+                warpgroup.wait_group(0)
+                self.release(self.v_ring)
+            if cutlass.const_expr(c.softmax == "online"):
+                factors, moved = self.state.raise_reference(scores)
+                self.state.lower(factors)
+            self.state.exponentials(scores)
+            self.state.add(scores)
+            if cutlass.const_expr(not c.early):
+                warpgroup.wait_group(0)
+                self.release(self.v_ring)
+            if cutlass.const_expr(c.softmax == "online"):
+                self.state.rescale(self.out, factors, moved)
+            self.state.pack(scores, self.words)
             j = j - 1
         return j
 
     @cute.jit
-    def step(
-        self,
-        j,
-        limits,
-        masked: cutlass.Constexpr[bool],
-        at_hand: cutlass.Constexpr[int],
-        into: cutlass.Constexpr[int],
-        pending,
-    ):
-        """Scores and probabilities of block j beside the output of block j + 1, whose probabilities are at hand.
-
-        With two buffers of probabilities nothing waits for the product with V that was just issued: only the
-        one before it, if one is `pending`, is known to be done.  With one buffer the product must finish before
-        P is overwritten, after the exponentials; without overlap, before the scores are even begun."""
-        c = self.config
-        deep = at_hand != into
-        if cutlass.const_expr(c.overlap > 0):
-            scores = self.multiply_k()
-            self.multiply_v(at_hand)
-            warpgroup.wait_group(1)
-            if cutlass.const_expr(deep):
-                if pending:
-                    self.release_v(2)
-        else:
-            self.multiply_v(at_hand)
-            warpgroup.wait_group(0)
-            self.release_v(1)
+    def exactly(self, info):
+        """A tile that a held maximum failed: every block cut, a running maximum, nothing overlapped."""
+        _, _, low, high = self.span(info)
+        limits = self.limits(info)
+        j = high - 1
+        while j >= low:
             scores = self.multiply_k()
             warpgroup.wait_group(0)
-        self.release(self.k_ring)
-        self.visible(scores, j, limits, masked)
-        if cutlass.const_expr(c.softmax == "online"):
-            factors, moved = self.state.raise_reference(scores)
-            self.state.lower(factors)
-        self.state.exponentials(scores)
-        self.state.add(scores)
-        if cutlass.const_expr(c.overlap > 0 and (c.softmax == "online" or not deep)):
+            self.release(self.k_ring)
+            self.visible(scores, j, limits, True)
+            self.state.raise_to(scores, self.out)
+            self.state.exponentials(scores)
+            self.state.add(scores)
+            self.state.pack(scores, self.words)
+            self.multiply_v()
             warpgroup.wait_group(0)
-            self.release_v(1)
-        if cutlass.const_expr(c.softmax == "online"):
-            self.state.rescale(self.out, factors, moved)
-        self.state.pack(scores, self.words[into])
+            self.release(self.v_ring)
+            j = j - 1
+        self.release(self.q_ring)
 
     @cute.jit
     def finish(self, info):
@@ -918,7 +825,8 @@ class Warpgroup(Fixture):
             if cutlass.const_expr(c.sink):
                 down = state.add_sink(half, self.sink_of(heads[half], valid[half]))
             total = state.sum[half]
-            factor = ptx.choose(total == 0.0, Float32(0.0), down * cute.arch.rcp_approx(total))
+            used = total + state.rounding[half]
+            factor = ptx.choose(total == 0.0, Float32(0.0), down * cute.arch.rcp_approx(used))
             for i in cutlass.range_constexpr(cute.size(self.out)):
                 if cutlass.const_expr(i // 2 % 2 == half):
                     self.out[i] = self.out[i] * factor
