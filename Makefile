@@ -56,7 +56,7 @@ demo: $(VENV)/.demo
 
 test: check
 	@echo "== tests"
-	@$(PYTEST) -n $(WORKERS) --dist loadgroup -q --durations=15 --cov --cov-report=term
+	@$(PYTEST) -n $(WORKERS) --dist loadgroup --durations=15 --cov --cov-report=term
 
 check: lint types
 
@@ -70,13 +70,13 @@ types: $(VENV)/.dev
 	@$(BIN)/mypy
 
 test-slow: $(VENV)/.dev
-	@$(PYTEST) -n $(WORKERS) --dist loadgroup -q --durations=15 -m "slow and not gpu and not peers"
+	@$(PYTEST) -n $(WORKERS) --dist loadgroup --durations=15 -m "slow and not gpu and not peers"
 
 test-gpu: $(VENV)/.dev
-	@$(PYTEST) -q --durations=15 -m "gpu and not peers"
+	@$(PYTEST) --durations=15 -m "gpu and not peers"
 
 test-peers: $(VENV)/.peers
-	@$(PYTEST) -n $(WORKERS) --dist loadgroup -q --durations=15 -m "peers and not gpu"
+	@$(PYTEST) -n $(WORKERS) --dist loadgroup --durations=15 -m "peers and not gpu"
 
 format: $(VENV)/.dev
 	@$(BIN)/ruff format .
