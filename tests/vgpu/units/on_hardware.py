@@ -14,6 +14,7 @@ import gzip
 import hashlib
 import os
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -155,6 +156,25 @@ def moved(data: bytes, addresses: dict[int, int]) -> bytes:
     return words.tobytes() + data[len(data) // 8 * 8 :]
 
 
+PARAMETER = re.compile(r"\.param\s+(?:\.align (\d+)\s+)?\.(\w+)\s+\w+(?:\[(\d+)\])?")
+
+
+def parameter_offsets(ptx: str) -> list[int]:
+    """Where each parameter lies in a launch's parameter bytes: natural alignment, in order.
+
+    The parameters go to the driver one by one: it aligns a tensor map in the constant bank, whose parameters do
+    not begin at a multiple of 64, so its layout is another one.
+    """
+    offsets, end = [], 0
+    for align, type_, count in PARAMETER.findall(ptx.split("{")[0]):
+        size = int(type_[1:]) // 8
+        step = int(align or size)
+        start = -(-end // step) * step
+        offsets.append(start)
+        end = start + size * int(count or 1)
+    return offsets
+
+
 DATA_TYPES = {
     "u8": 0,
     "u16": 1,
@@ -209,8 +229,8 @@ def execute(driver: Driver, case: dict[str, Any]) -> list[np.ndarray]:
     if case["map"]:
         raw = encoded(driver, case["map"], addresses) + raw[128:]
     params = ctypes.create_string_buffer(raw, len(raw))
-    size = ctypes.c_size_t(len(case["params"]))
-    extra = (ctypes.c_void_p * 5)(1, ctypes.addressof(params), 2, ctypes.addressof(size), 0)
+    offsets = parameter_offsets(case["ptx"])
+    arguments = (ctypes.c_void_p * len(offsets))(*[ctypes.addressof(params) + o for o in offsets])
     attribute = Attribute(4, 0, (ctypes.c_uint * 16)(*case["cluster"]))  # cluster dimension
     config = Config(
         (ctypes.c_uint * 3)(*case["grid"]),
@@ -220,7 +240,7 @@ def execute(driver: Driver, case: dict[str, Any]) -> list[np.ndarray]:
         ctypes.pointer(attribute),
         1,
     )
-    driver("cuLaunchKernelEx", ctypes.byref(config), function, None, extra)
+    driver("cuLaunchKernelEx", ctypes.byref(config), function, arguments, None)
     driver("cuCtxSynchronize")
     results = []
     for pointer, (_, _, data) in zip(pointers, case["buffers"], strict=True):
