@@ -33,9 +33,7 @@ def run(
     say: Say = print,
     keep: Note = lambda result: None,
 ) -> dict[str, Any]:
-    """Everything measured, as plain data. `keep` is given the result after each point, for a run cut
-    short.
-    """
+    """Everything measured, as plain data; `keep` gets it after each point, for a run cut short."""
     result: dict[str, Any] = {
         "format": FORMAT,
         "machine": machine.describe(device),

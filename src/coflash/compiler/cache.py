@@ -125,9 +125,7 @@ def _candidates(root: Path, key: Key) -> list[Path]:
 
 @contextlib.contextmanager
 def writing(root: Path, key: Key) -> Iterator[Path]:
-    """A temporary folder in `root` to compile into, while no other process that can lock does so for this
-    key.
-    """
+    """A temporary folder in `root` to compile into; other processes that can lock wait for this key."""
     locks = root / LOCKS
     locks.mkdir(parents=True, exist_ok=True)
     with _locked(locks / key.stem):
@@ -141,9 +139,7 @@ def writing(root: Path, key: Key) -> Iterator[Path]:
 
 
 def publish(folder: Path, root: Path, key: Key) -> Entry:
-    """Give a sealed folder its name. If another process was faster and its entry is good, that one is
-    kept.
-    """
+    """Give a sealed folder its name. A good entry that another process published first is kept."""
     target = root / key.folder
     for _ in range(3):
         try:

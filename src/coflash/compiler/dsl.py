@@ -174,9 +174,7 @@ def _host_object(compiled: Any, function: str) -> bytes:
 
 
 def link(host_object: bytes, shared_object: Path) -> None:
-    """Make a shared object that exports the tvm-ffi function alone and names the runtime libraries it
-    needs.
-    """
+    """Make a shared object that exports the tvm-ffi function alone and names the libraries it needs."""
     names = (os.environ.get("CC"), "cc", "gcc", "clang")
     linker = next((found for name in names if name and (found := shutil.which(name))), None)
     if linker is None:

@@ -75,9 +75,7 @@ _ALIGNED: dict[tuple[int, ...], bool] = {}  # strides of 16-bit operands that th
 
 
 def readable(x: torch.Tensor) -> torch.Tensor:
-    """The operand as it is, or a copy of it where the copy engine couldn't follow its strides or its
-    address.
-    """
+    """The operand as it is, or a copy where the copy engine can't follow its strides or its address."""
     stride = x.stride()
     aligned = _ALIGNED.get(stride)
     if aligned is None:

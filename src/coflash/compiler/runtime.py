@@ -25,9 +25,7 @@ _loaded: ctypes.CDLL | None = None
 
 
 def dsl_runtime(cuda_major: int = 13) -> Path | None:
-    """The runtime library of the installed DSL for a CUDA version; the other version's where that one is
-    absent.
-    """
+    """The installed DSL's runtime library, for this CUDA version if there is one for it."""
     spec = importlib.util.find_spec("nvidia_cutlass_dsl")
     if spec is None or not spec.submodule_search_locations:
         return None
