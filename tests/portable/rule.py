@@ -18,6 +18,7 @@ from torch import Tensor
 import coflash.torch_ops
 from coflash.portable import Numerics
 
+ORDERS = 4
 MANY = 2048  # elements from which on a mean says something
 Rows = Callable[[Tensor, int], Tensor]
 
@@ -64,8 +65,12 @@ def _ours(call: Call, douts: Tensor, dlses: Tensor) -> dict[str, Tensor]:
 
 
 def _dense(
-    call: Call, dtype: torch.dtype, douts: Tensor, dlses: Tensor
+    call: Call, dtype: torch.dtype, douts: Tensor, dlses: Tensor, order: int = 0
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Results by the dense formula, and the scale of each one's rounding (in float64).
+
+    `order` draws an order in which the products of q and k are summed.
+    """
     leaves = _leaves(call.tensors, dtype)
     captured = _captured(leaves)
     options = call.with_mod(captured)
@@ -74,6 +79,9 @@ def _dense(
     scales: dict[str, float] = {}
     for b in range(call.batch):
         q, k, v = call.queries(leaves["q"], b), call.keys(leaves["k"], b), call.keys(leaves["v"], b)
+        if order:
+            dims = torch.randperm(q.shape[-1], generator=torch.Generator().manual_seed(order))
+            q, k = q[..., dims], k[..., dims]
         s = sequence(q, k, v, b, options, leaves.get("sink"), leaves.get("alibi_slopes"))
         call.queries(out, b).copy_(s.out.detach())
         call.lse_rows(lse, b).copy_(s.lse.detach())
@@ -121,7 +129,8 @@ def check(call: Call, mean_rule: bool = True) -> None:
     dlses = torch.randn(lse.shape, generator=generator).to(dtype)
 
     truth, scales = _dense(call, torch.float64, douts, dlses)
-    plain, _ = _dense(call, dtype, douts, dlses)
+    # The largest error of a few results is a matter of luck; over several orders of summation, less so.
+    plain = [_dense(call, dtype, douts, dlses, order)[0] for order in range(ORDERS)]
     ours = _ours(call, douts, dlses)
     classic = None
     if mean_rule and dtype != torch.float64:
@@ -139,13 +148,13 @@ def check(call: Call, mean_rule: bool = True) -> None:
         if result.numel() == 0:
             continue
         assert result.shape == truth[name].shape, name
-        error, allowed = _errors(result, truth[name]), _errors(plain[name], truth[name])
+        error = _errors(result, truth[name])
+        allowed = max(float(_errors(p[name], truth[name]).max()) for p in plain)
         rounding = eps * scales.get(name, 0.0)
-        limit = 2 * allowed.max() + rounding
+        limit = 2 * allowed + rounding
         assert not error.isnan().any(), f"{name}: NaN where the dense formula has none"
         assert error.max() <= limit, (
-            f"{name}: largest error {error.max():.3e}, plain PyTorch {allowed.max():.3e}, "
-            f"rounding {rounding:.3e}"
+            f"{name}: largest error {error.max():.3e}, plain PyTorch {allowed:.3e}, rounding {rounding:.3e}"
         )
         if classic is not None and result.numel() >= MANY:
             mean, usual = error.mean(), _errors(classic[name], truth[name]).mean()
