@@ -19,6 +19,7 @@ from tests.compiler.fake_compiler import KERNEL
 from tests.compiler.scale_config import ScaleConfig
 
 from coflash.compiler import CompileError, Job, builder, cache, compile_to, dsl, resources
+from coflash.compiler import key as keys
 
 pytestmark = pytest.mark.xdist_group("compiler-dsl")  # one worker process, one fixture for each architecture
 
@@ -151,6 +152,13 @@ def test_a_worker_says_what_went_wrong_and_goes_on(worker, tmp_path):
         worker.run(Job("tests.compiler.absent:Absent", ScaleConfig(), "sm_90a"), tmp_path)
     worker.run(Job(KERNEL, ScaleConfig(), "sm_90a"), tmp_path)
     cache.read(tmp_path)
+
+
+def test_a_worker_refuses_a_source_that_changed_meanwhile(worker, tmp_path, monkeypatch):
+    monkeypatch.setattr(keys, "_source", lambda module: "what the caller read when it started")
+    with pytest.raises(CompileError, match="has changed"):
+        worker.run(Job(KERNEL, ScaleConfig(), "sm_90a"), tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_worker_reports_a_full_disk_as_one(worker, tmp_path):

@@ -5,8 +5,9 @@ anything else of the parent's is imported. Kernels never need PyTorch, and its i
 compiling does. A compiler in its own process also can't take the caller down, nor leave anything behind in
 it.
 
-A job is a length (8 bytes, little endian) and a pickle of (folder, kernel name, config, arch, report). An
-answer is one line of JSON, either {"ok": true} or {"error": ..., "errno": ...}.
+A job is a length (8 bytes, little endian) and a pickle of (folder, kernel name, config, arch, report, digest
+of the key). An answer is one line of JSON, either {"ok": true} or {"error": ..., "errno": ...}. The digest is
+worked out again here: a kernel whose source was edited meanwhile must not get the old source's name.
 """
 
 from __future__ import annotations
@@ -41,9 +42,13 @@ def main() -> None:
 
 def answer(job: bytes) -> dict[str, Any]:
     try:
-        folder, kernel, config, arch, report = pickle.loads(job)
-        from coflash.compiler import cache, dsl
+        folder, kernel, config, arch, report, digest = pickle.loads(job)
+        from coflash.compiler import cache, dsl, key
 
+        if key.make(kernel, config, arch).digest != digest:
+            raise dsl.CompileError(
+                "the source of the kernels has changed since the calling process read it: start that again"
+            )
         with contextlib.redirect_stdout(sys.stderr):
             dsl.compile_to(folder, kernel, config, arch, report=report)
             cache.seal(dsl.Path(folder))
