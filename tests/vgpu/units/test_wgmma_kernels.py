@@ -30,7 +30,8 @@ def tile(rows: int, k: int, bits: int, k_major: bool, swizzle: int, start: int) 
 
 def raw_descriptor(d: MatrixDescriptor) -> str:
     mode = {0: 0, 128: 1, 64: 2, 32: 3}[d.swizzle]
-    return f"{d.start >> 4 | d.leading >> 4 << 16 | d.stride >> 4 << 32 | mode << 62:#x}"
+    raw = d.start >> 4 | d.leading >> 4 << 16 | d.stride >> 4 << 32 | d.base_offset << 49 | mode << 62
+    return f"{raw:#x}"
 
 
 CASES = [
@@ -101,6 +102,36 @@ wgmma.wait_group.sync.aligned 0;
         else arith.from_float32(want.astype(np.float32), d_type)
     )
     expected = np.ascontiguousarray(want_raw[row, col]).view(np.uint32).reshape(128, count)
+    np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize(("shift", "base"), [(0x180, 0), (0x180, 3), (0x280, 5), (0x20, 0)])
+def test_where_the_swizzle_pattern_starts(shift: int, base: int) -> None:
+    """Tiles that do not begin at a multiple of 1024 bytes, with and without a base offset."""
+    rng = np.random.default_rng(11)
+    a_raw, a = small_numbers(rng, (64, 16), "bf16")
+    b_raw, b = small_numbers(rng, (16, 16), "bf16")
+    memory = np.zeros(32768, np.uint8)
+    a_tile = MatrixDescriptor(0, 0, 1024, 128, 16, 0)
+    b_tile = MatrixDescriptor(B_START + shift, 0, 1024, 128, 16, base)
+    place(memory, descriptors.operand_offsets(a_tile, 64, 16, 16, True), a_raw)
+    place(memory, descriptors.operand_offsets(b_tile, 16, 16, 16, True), b_raw)
+    body = f"""
+cvt.u64.u32 %d9, %r2;
+shr.u64 %d9, %d9, 4;
+add.s64 %d10, %d9, {raw_descriptor(a_tile)};
+add.s64 %d11, %d9, {raw_descriptor(b_tile)};
+setp.ne.b32 %p1, 0, 0;
+{load_all(100, 8)}
+wgmma.fence.sync.aligned;
+wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {registers(100, 8)}, %d10, %d11, %p1, 1, 1, 0, 0;
+wgmma.commit_group.sync.aligned;
+wgmma.wait_group.sync.aligned 0;
+{store_all(100, 8)}
+"""
+    got = run("sm_90a", body, memory, 8)[0]
+    row, col = layouts.wgmma_accumulator(16)
+    expected = (a @ b.T)[row, col].view(np.uint32).reshape(128, 8)
     np.testing.assert_array_equal(got, expected)
 
 

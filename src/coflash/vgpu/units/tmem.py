@@ -60,8 +60,8 @@ def ldst(shape: str, num: int, split_half: int = 0, packed: bool = False) -> tup
     [32, registers].
 
     With packed (.pack::16b, .unpack::16b) the arrays are [32, registers, 2]: a register's low half belongs to
-    the low 16 bits of an even column, its high half to those of the next one (st leaves the upper 16 bits of
-    those columns zero is NOT said by the manual). split_half is the immediate of 16x32bx2, in columns: where
+    the low 16 bits of an even column, its high half to those of the next one; the manual does not say what st
+    leaves in the upper 16 bits of those columns. split_half is the immediate of 16x32bx2, in columns: where
     threads 16-31 start. The address's lane must be in the warp's own quarter: 32 * (warp % 4), or 16 more for
     the 16-lane shapes.
     """
