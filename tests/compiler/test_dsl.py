@@ -148,7 +148,9 @@ def test_a_worker_says_what_went_wrong_and_goes_on(worker, tmp_path):
     job = Job("tests.compiler.greedy_kernel:Greedy", ScaleConfig(threads=-1), "sm_90a")
     with pytest.raises(CompileError, match="threads=-1"):
         worker.run(job, tmp_path)
-    with pytest.raises(CompileError, match="No module named"):
+    with pytest.raises(CompileError, match="no attribute 'Absent'"):
+        worker.run(Job("tests.compiler.scale_kernel:Absent", ScaleConfig(), "sm_90a"), tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="no module named 'tests.compiler.absent'"):
         worker.run(Job("tests.compiler.absent:Absent", ScaleConfig(), "sm_90a"), tmp_path)
     worker.run(Job(KERNEL, ScaleConfig(), "sm_90a"), tmp_path)
     cache.read(tmp_path)

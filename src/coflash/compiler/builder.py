@@ -162,8 +162,9 @@ class Worker:
 
     def run(self, job: Job, folder: Path, *, report: bool = False) -> None:
         """Compile one kernel into `folder`. OSError where the disk refused, CompileError otherwise."""
+        digest = job.key.digest
         try:
-            message = pickle.dumps((str(folder), job.kernel, job.config, job.arch, report, job.key.digest))
+            message = pickle.dumps((str(folder), job.kernel, job.config, job.arch, report, digest))
         except Exception as error:
             raise CompileError(f"{job.config!r} can't be sent to a compiler process: {error}") from error
         process = self._start(job.arch)
