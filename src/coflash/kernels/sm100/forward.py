@@ -320,6 +320,8 @@ class Forward:
                     if cutlass.const_expr(c.q_tiles == 1):
                         self.load_v(call, sh, rank, work, kv, v_map, j)
             work.take_alone()
+        for ring in [kv, *q_rings]:
+            ring.drain()
 
     @cute.jit
     def load_q(self, call, sh, rank, work, ring, q_map, t):
@@ -453,7 +455,10 @@ class Forward:
                     products.commit(kv.empty_at(kv.stage))
                     kv.advance()
             buffer = buffer ^ 1
+            products.blocks[0] = products.blocks[0] + (hi - lo)
             work.take_alone()
+        if products.blocks[0] > 0:
+            op.wait(sh.o_done, (products.blocks[0] - 1) & 1)
 
     @cute.jit
     def scores(self, work, products, t, j, k_stage):

@@ -66,6 +66,8 @@ class Products(Fixture):
         ]
         if c.q_tiles == 1:
             self.p_ring = Ring(sh.p_late, sh.p_late, 2, producer=False)
+            self.blocks = cute.make_rmem_tensor((1,), Int32)  # products with V so far
+            self.blocks[0] = Int32(0)
         self.p_early = [Barrier(sh.p_early + 8 * t) for t in range(c.q_tiles)]
         self.p_late = [Barrier(sh.p_late + 8 * t) for t in range(c.q_tiles)]
         self.o_free = [Barrier(sh.o_free + 8 * t, first=1) for t in range(c.q_tiles)]

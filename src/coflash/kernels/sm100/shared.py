@@ -54,6 +54,12 @@ class Ring(Fixture):
     def wait_empty(self) -> None:
         op.wait(self.empty_at(self.stage), self.place[1])
 
+    def drain(self) -> None:
+        """Wait until every stage is empty: nothing may still signal a barrier of a CTA that has ended."""
+        for _ in range(self.stages):
+            self.wait_empty()
+            self.advance()
+
     def advance(self) -> None:
         if self.stages == 1:
             self.place[1] = self.place[1] ^ 1
