@@ -248,3 +248,19 @@ def test_ldmatrix_and_stmatrix_are_inverse():
         + STORE
     )
     assert (out == 0).all()
+
+
+def test_a_parameters_address_is_no_generic_address():
+    _, report = try_run("mov.b64 %d5, number; ld.global.u32 %r9, [%d5];")
+    assert report.findings[0].check == "bounds" and "cvta.param" in str(report)
+
+
+def test_128_bit_registers():
+    given = aligned(512)
+    given[:] = np.arange(512)
+    out = run(
+        "mul.wide.u32 %d5, %r0, 16; add.s64 %d6, %d1, %d5; add.s64 %d7, %d0, %d5; ld.global.b128 %q1, [%d6]; mov.b128 %q2, %q1;"
+        "mov.b128 {%d8, %d9}, %q2; mov.b128 %q3, {%d9, %d8}; st.global.b128 [%d7], %q3;",
+        words=128, given=given,
+    )  # fmt: skip
+    assert (out.reshape(32, 4) == given[:128].reshape(32, 4)[:, [2, 3, 0, 1]]).all()

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from .codegen import LOCAL_WINDOW, RAW, SHARED_WINDOW
 from .control import gather
-from .decode import Program, handles
+from .decode import PARAMETER_BASE, Program, handles
 from .machine import FULL, Convoy, Cta, Fault, Step
 from .memory import UINT, OutOfBounds
-from .ptx import Imm, Instruction, Mem, Operand, PtxError, Reg, Sink, Sym, Vec
+from .ptx import Instruction, Mem, Operand, PtxError, Reg, Sym, Vec
 from .sync import groups, remote_access, report_conflict, rows_of, track_global
 from .units import layouts
 
@@ -45,7 +45,10 @@ class Span:
 
 def spans(c: Convoy, space: str, addresses: NDArray, where: NDArray | None) -> list[Span]:
     """Sort out which memory each thread means. `threads` of a span index the active threads; None for all."""
-    if space in ("global", "const", "param", "param::entry"):
+    if space.startswith("param"):
+        window = c.machine.program.parameter_window
+        return [Span("global", c.cta, addresses.astype(np.uint64) + np.uint64(window), None)]
+    if space in ("global", "const"):
         return [Span("global", c.cta, addresses.astype(np.uint64, copy=False), None)]
     if space == "local":
         return [Span("local", c.cta, addresses.astype(np.int64), None)]
@@ -282,7 +285,6 @@ def ld(program: Program, i: Instruction) -> Step:
     synchronising = any(p in _SYNCHRONISING for p in i.parts) and not space.startswith(
         ("local", "param", "const")
     )
-    program.visible  # noqa: B018
 
     def step(c: Convoy) -> int | None:
         where = c.active(guard)
@@ -346,7 +348,7 @@ def _load_parameter(
     targets: list[tuple[int, int] | None],
 ) -> Step:
     """Parameters are the same for all threads: the value is known now."""
-    start = address - program.parameter_address
+    start = address - PARAMETER_BASE
     if start < 0 or start + nbytes * len(targets) > len(program.parameter_data):
         raise PtxError(f"reads past the end of the parameters: {i.text}", i.line)
     guard = program.guard(i)
@@ -381,13 +383,18 @@ def st(program: Program, i: Instruction) -> Step:
     count = len(sources)
     guard = program.guard(i)
     total = nbytes * count
-    if nbytes == 16:
-        raise PtxError(f"128-bit scalar stores are not supported: {i.text}", i.line)
+    width, per = (8, 2) if nbytes == 16 else (nbytes, 1)
     shared = space.startswith("shared")
     read = program.address(memory, i, shared)
-    kind = RAW[max(16, nbytes * 8)]
-    readers = [program.reader(s, kind, i) for s in sources]
-    dtype = UINT[nbytes]
+    readers: list[Any] = []
+    for source in sources:
+        if nbytes == 16:
+            if not isinstance(source, Reg) or source.width != 128:
+                raise PtxError(f"a b128 store takes a 128-bit register: {i.text}", i.line)
+            readers += [_half(source.index, n) for n in range(2)]
+        else:
+            readers.append(program.reader(source, RAW[max(16, nbytes * 8)], i))
+    dtype = UINT[width]
     synchronising = any(p in _SYNCHRONISING for p in i.parts)
 
     def step(c: Convoy) -> None:
@@ -396,22 +403,26 @@ def st(program: Program, i: Instruction) -> Step:
             return
         addresses = _addresses(read(c), c, where)
         check_alignment(c, addresses, total)
-        size = c.shape.hi - c.shape.lo
-        values = np.empty((count, addresses.size), dtype)
+        values = np.empty((count * per, addresses.size), dtype)
         for n, reader in enumerate(readers):
             value = reader(c)
             if where is not None and isinstance(value, np.ndarray) and value.ndim:
                 value = value[where]
             values[n] = value
-        del size
         for span in spans(c, space, addresses, where):
             if synchronising and c.machine.track:
                 publish(c, span, where)
             some = values if span.threads is None else values[:, span.threads]
-            store(c, span, where, some, nbytes, count, synchronising)
+            store(c, span, where, some, width, count * per, synchronising)
             _count(c, span, "write", total)
 
     return step
+
+
+def _half(index: int, n: int) -> Any:
+    """Reads 64 bits of a 128-bit register."""
+    name = f"S128_64_{n}"
+    return lambda c: getattr(c.rows, name)[index]
 
 
 def _count(c: Convoy, span: Span, what: str, nbytes: int) -> None:
@@ -692,7 +703,7 @@ def matrix_access(program: Program, i: Instruction) -> Step:
     number = int(next((p for p in parts if p in ("x1", "x2", "x4")), "x1")[1:])
     trans = "trans" in parts
     try:
-        address_lane, byte = layouts.ldmatrix(shape, number, trans)
+        address_lane, byte = layouts.ldmatrix(shape, number, trans, store=not loading)
     except (KeyError, ValueError, NotImplementedError) as error:
         raise PtxError(f"unknown matrix shape: {i.text} ({error})", i.line) from None
     memory, vector = (i.operands[1], i.operands[0]) if loading else (i.operands[0], i.operands[1])
@@ -703,8 +714,6 @@ def matrix_access(program: Program, i: Instruction) -> Step:
     read = program.address(memory, i, True)
     space = _space_of(i)
     element = 4 // address_lane.shape[2]  # bytes
-    width = 16 if shape == "m8n8" else 8
-    del width
     rows_needed = sorted(set(address_lane.reshape(-1).tolist()))
     guard = program.guard(i)
     targets = [program.destination(t, i) for t in items] if loading else []
@@ -726,7 +735,7 @@ def matrix_access(program: Program, i: Instruction) -> Step:
         if space != "shared::cluster" and cta is not c.cta:
             raise Fault("bounds", f"a shared::cta access got an address of CTA rank {rank}.")
         base = (value & 0xFFFFFF).astype(np.int64).reshape(warps, 32)
-        check_alignment(c, base[:, rows_needed].reshape(-1), 16 if shape != "m16n16" else 16)
+        check_alignment(c, base[:, rows_needed].reshape(-1), 16)
         offsets = base[:, address_lane] + byte  # [warps, 32, registers, elements]
         flat = offsets.reshape(-1)
         cta.shared.check(flat, element)
@@ -781,6 +790,3 @@ def _track_matrix(c: Convoy, span: Span, offsets: NDArray, write: bool) -> None:
         report_conflict(c, shadow.warp_write(cells, rows, c.pc), "shared", span.cta, 4, "writes")
     else:
         report_conflict(c, shadow.warp_read(cells, rows, c.pc), "shared", span.cta, 4, "reads")
-
-
-_ = (Reg, Sink, Imm)

@@ -112,6 +112,7 @@ class Translator:
     def __init__(self, symbol_expression: Callable[[Sym, Instruction], str], namespace: Namespace):
         self.symbol_expression = symbol_expression
         self.names = namespace
+        self.parameter_window = 0
 
     # -- operands
 
@@ -279,7 +280,7 @@ class Translator:
             return lines
         if isinstance(source, Vec) and isinstance(target, Reg):
             part = target.width // len(source.items)
-            if part not in (16, 32):
+            if part not in (16, 32, 64):
                 if part == 8:
                     return self.mov_bytes(i, target, source, where)
                 raise PtxError(
@@ -291,6 +292,11 @@ class Translator:
             ]
         if not isinstance(target, Reg):
             raise PtxError(f"cannot read {i.text}", i.line)
+        if target.width == 128:
+            if not isinstance(source, Reg) or source.width != 128:
+                raise PtxError(f"cannot read {i.text}", i.line)
+            halves = (f"S128_64_{n}" for n in range(2))
+            return [f"copyto({half}[{target.index}], {half}[{source.index}]{tail})" for half in halves]
         return self.store(target, self.read(source, RAW[target.width], i), where, i)
 
     def mov_bytes(self, i: Instruction, target: Reg, source: Vec, where: str | None) -> list[str]:
@@ -306,9 +312,13 @@ class Translator:
         parts = i.parts
         to = "to" in parts
         space = parts[2] if to else parts[1]
-        window = {"global": 0, "param": 0, "const": 0, "shared": SHARED_WINDOW, "local": LOCAL_WINDOW}.get(
-            space.split("::")[0]
-        )
+        window = {
+            "global": 0,
+            "param": self.parameter_window,
+            "const": 0,
+            "shared": SHARED_WINDOW,
+            "local": LOCAL_WINDOW,
+        }.get(space.split("::")[0])
         if window is None:
             raise PtxError(f"cvta of state space {space} is not supported: {i.text}", i.line)
         expression = self.read(i.operands[1], "D", i)
@@ -475,5 +485,5 @@ def compile_run(lines: list[str], namespace: Namespace, name: str, masked: bool)
         prologue += "M = c.mask\n    "
     source = f"def {name}(c):\n    {prologue}{body}\n"
     scope = namespace.values
-    exec(compile(source, f"<{name}>", "exec"), scope)  # noqa: S102: the source is ours, made from parsed operands
+    exec(compile(source, f"<{name}>", "exec"), scope)  # the source is ours, made of parsed operands
     return scope[name]

@@ -14,9 +14,9 @@ from .clocks import ASYNC, GENERIC, Clock
 from .codegen import RAW, SHARED_WINDOW
 from .decode import Program, handles
 from .machine import Convoy, Cta, Fault, Operation, Step, Warp
-from .memory import UINT, OutOfBounds
+from .memory import UINT
 from .ptx import Imm, Instruction, Mem, PtxError, Reg, Vec
-from .sync import MBarrier, async_mbarrier, cta_mbarrier, report_conflict, shared_place, track_global
+from .sync import async_mbarrier, cta_mbarrier, report_conflict, shared_place, track_global
 from .tensormap import TensorMap, decode
 from .units import tma
 
@@ -1016,6 +1016,3 @@ def cta_ended(cta: Cta) -> None:
                 operation,
             )
             machine.drain(stream)
-
-
-_ = (MBarrier, OutOfBounds)

@@ -7,6 +7,7 @@ that executes it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 Handler = Callable[["Program", Instruction], "Step"]
 HANDLERS: dict[str, Handler] = {}
+PARAMETER_BASE = 0x380
 INVISIBLE = {"bra", "ret", "exit"}
 
 
@@ -83,7 +85,10 @@ class Program:
         self.parameter_data = holder[skip : skip + len(params)]
         self.parameter_data[:] = params
         self.parameter_address = self.parameter_data.ctypes.data
-        self.parameters = {p.name: self.parameter_address + p.offset for p in self.kernel.parameters}
+        # Addresses in the parameter space are small; cvta.param makes generic ones of them.
+        self.parameters = {p.name: PARAMETER_BASE + p.offset for p in self.kernel.parameters}
+        self.parameter_window = self.parameter_address - PARAMETER_BASE
+        self.translator.parameter_window = self.parameter_window
         if len(params):
             self.buffers.append(Buffer(self.parameter_address, self.parameter_data, "the kernel parameters"))
         self._keep = holder
@@ -143,7 +148,7 @@ class Program:
         )
 
     def address_of(self, symbol: Sym, i: Instruction) -> int | None:
-        """The address of a symbol where it is the same for all CTAs (not shared memory)."""
+        """The address of a symbol, in its own space, where it is the same for all CTAs (not shared memory)."""
         for table in (self.parameters, self.global_symbols, self.local_symbols):
             if symbol.name in table:
                 return table[symbol.name] + symbol.offset
@@ -154,13 +159,11 @@ class Program:
         if isinstance(operand, Reg) and not operand.negated:
             index = operand.index
             if operand.width == {"P": 1, "H": 16, "J": 16, "W": 32, "I": 32, "F": 32}.get(kind, 64):
-                return eval(f"lambda c: c.rows.{kind}[{index}]")  # noqa: S307
+                return eval(f"lambda c: c.rows.{kind}[{index}]")
         expression = self.translator.read(operand, kind, i)
         names = self.namespace.values
-        import re
-
         expression = re.sub(r"\b([PHJWIFDLGX])\[", r"c.rows.\1[", expression)
-        return eval(f"lambda c: {expression}", names)  # noqa: S307
+        return eval(f"lambda c: {expression}", names)
 
     def address(self, memory: Operand, i: Instruction, shared: bool) -> Callable[[Any], Any]:
         """A function of a convoy: an address operand as integers over the slice (uint32 if shared, else uint64)."""

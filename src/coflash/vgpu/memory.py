@@ -63,6 +63,10 @@ class GlobalMemory:
             if best is None or distance < best[0]:
                 best = (distance, b, past)
         if best is None or best[0] > 1 << 24:
+            if address < 0x2000:
+                return (
+                    "near no buffer; is it the address of a parameter that cvta.param has not made generic?"
+                )
             return "near no buffer"
         distance, b, past = best
         if distance == 0 and past < 0:

@@ -376,7 +376,6 @@ class _Parser:
         unique = 0
         loc: tuple[int, int] | None = None
         numbers: dict[tuple[int, str], Reg] = {}
-        pending: list[tuple[str, int, str, list[_Scope]]] = []
         while True:
             self.skip_space()
             if self.pos >= len(text):
@@ -423,7 +422,6 @@ class _Parser:
                 instruction = self.instruction(statement, line, loc, scopes, numbers, kernel)
                 instruction.index = len(kernel.instructions)
                 kernel.instructions.append(instruction)
-        del pending
         kernel.registers = {}
         for reg in numbers.values():
             kernel.registers[reg.width] = kernel.registers.get(reg.width, 0) + 1
@@ -660,7 +658,7 @@ def _reconvergence(kernel: Kernel) -> dict[int, int]:
                 changed = True
     meet: dict[int, int] = {}
     sizes = [mask.bit_count() for mask in dominators]
-    for b, start in enumerate(starts):
+    for b in range(count):
         if len(successors[b]) < 2:
             continue
         last = (starts[b + 1] if b + 1 < count else len(kernel.instructions)) - 1
@@ -673,5 +671,4 @@ def _reconvergence(kernel: Kernel) -> dict[int, int]:
                 best, most = candidate, sizes[candidate]
             mask ^= low
         meet[last] = starts[best] if best != end else len(kernel.instructions)
-        del start
     return meet

@@ -408,7 +408,7 @@ def cta_mbarrier(cta: Cta, offset: int, at: Any) -> MBarrier:
 def async_mbarrier(cta: Cta, offset: int, at: Any) -> MBarrier:
     """The mbarrier that an asynchronous operation signals: its initialisation must have passed a fence."""
     barrier = cta_mbarrier(cta, offset, at)
-    if cta.live == 0:
+    if cta.live == 0 and at.cta is not cta:
         cta.machine.finding(
             "exit", f"an asynchronous operation signals the {barrier}, whose CTA has ended.", at
         )

@@ -1247,11 +1247,10 @@ def tensor_shift(program: Program, i: Instruction) -> Step:
 
 @handles("tcgen05.commit")
 def tensor_commit(program: Program, i: Instruction) -> Step:
-    group = cta_group(i)
+    cta_group(i)  # which CTAs' operations it waits for is the pipe's matter; it must be there
     read = program.address(i.operands[0], i, True)
     multicast = any(p.startswith("multicast") for p in i.parts)
     mask_of = program.reader(i.operands[1], "H", i) if multicast else None
-    del group
     guard = program.guard(i)
 
     def step(c: Convoy) -> None:
