@@ -49,9 +49,10 @@ print(time.perf_counter() - started)
 _FIRST_CALLS = {
     "coflash": ("import coflash", "coflash.flash_attn_func(q, k, v, causal=True)"),
     "cudnn": (
-        "from torch.nn.attention import sdpa_kernel, SDPBackend; from torch.nn.functional import *",
+        "from torch.nn.attention import sdpa_kernel, SDPBackend",
         "with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):\n"
-        "    scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True)",
+        "    q, k, v = (x.transpose(1, 2) for x in (q, k, v))\n"
+        "    torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)",
     ),
     "fa4": ("from flash_attn.cute import flash_attn_func", "flash_attn_func(q, k, v, causal=True)"),
 }
