@@ -155,3 +155,27 @@ def test_listing(capsys):
 def test_an_unknown_provider():
     with pytest.raises(ValueError, match="provider xformers: one of coflash"):
         providers.available(CPU, ["xformers"])
+
+
+def test_host_times_are_of_every_provider_that_takes_the_call():
+    from coflash.bench import host
+
+    several = [
+        provider("coflash", sdpa),
+        provider("refusing", refusing),
+        provider("forward", sdpa, backward=False),
+    ]
+    found = host.tiny_calls(several, CPU)
+    assert {name: set(kinds) for name, kinds in found.items()} == {
+        "coflash": {"no_grad", "grad"},
+        "forward": {"no_grad"},
+    }
+    assert "coflash no_grad" in host.say(found, "host time", "us", 1e6)
+
+
+@pytest.mark.parametrize("name", ["coflash", "cudnn", "fa4"])
+def test_first_calls_are_programs(name):
+    from coflash.bench import host
+
+    imports, call = host._FIRST_CALLS[name]
+    compile(host._FIRST.format(imports=imports, call=call), name, "exec")
