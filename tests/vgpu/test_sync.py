@@ -220,3 +220,24 @@ class TestFlags:
             grid=3,
         )  # fmt: skip
         assert (out == 5).all()
+
+
+def test_a_waiter_that_misses_a_phase():
+    """Two phases end while a warp sleeps: nothing made the arrivals wait for it."""
+    body = (
+        "setp.eq.u32 %p1, %r0, 0; @%p1 mbarrier.init.shared.b64 [%r1], 32; bar.sync 0;"
+        "setp.ge.u32 %p2, %r0, 32; @%p2 bra consumer;"
+        "nanosleep.u32 20; mbarrier.arrive.shared.b64 _, [%r1]; mbarrier.arrive.shared.b64 _, [%r1]; ret; consumer:"
+    ) + wait("%r1", 0)  # fmt: skip
+    _, report = try_run(body, threads=64)
+    assert "has missed its end" in str(report.of("barriers")[0])
+
+
+def test_a_deadlock_says_who_used_to_arrive():
+    body = (
+        "setp.eq.u32 %p1, %r0, 0; @%p1 mbarrier.init.shared.b64 [%r1], 32; bar.sync 0;"
+        "setp.ge.u32 %p2, %r0, 32; @%p2 bra consumer;"
+        "mbarrier.arrive.shared.b64 _, [%r1]; ret; consumer:"
+    ) + wait("%r1", 0) + wait("%r1", 1)  # fmt: skip
+    _, report = try_run(body, threads=64)
+    assert "in earlier phases warp 0" in str(report) and "mbarrier.arrive" in str(report)

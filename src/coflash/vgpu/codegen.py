@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import lru_cache
+from types import CodeType
 from typing import Any
 
 import numpy as np
@@ -476,14 +478,19 @@ def registers_of(operand: Operand) -> list[Reg]:
     return []
 
 
-def compile_run(lines: list[str], namespace: Namespace, name: str, masked: bool) -> Callable[[Any], None]:
+@lru_cache(maxsize=16384)
+def _code(source: str) -> CodeType:
+    """Compiled once per process: the same kernel runs many times, under other schedules or with one line changed."""
+    return compile(source, "<a run of PTX arithmetic>", "exec")
+
+
+def compile_run(lines: list[str], namespace: Namespace, masked: bool) -> Callable[[Any], None]:
     """A function of a convoy that runs the statements."""
     body = "\n    ".join(lines) if lines else "pass"
     used = sorted(set(re.findall(r"\b(S\d+_\d+_\d|[PHJWIFDLGX])\[", body)))
     prologue = "R = c.rows\n    " + "".join(f"{k} = R.{k}\n    " for k in used)
     if masked:
         prologue += "M = c.mask\n    "
-    source = f"def {name}(c):\n    {prologue}{body}\n"
     scope = namespace.values
-    exec(compile(source, f"<{name}>", "exec"), scope)  # the source is ours, made of parsed operands
-    return scope[name]
+    exec(_code(f"def run(c):\n    {prologue}{body}\n"), scope)  # the source is ours, made of parsed operands
+    return scope.pop("run")

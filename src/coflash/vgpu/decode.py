@@ -306,7 +306,7 @@ class Program:
             body = lines
             if masked:
                 body = [line for i in run for line in translator.translate(i, "M")]
-            function = compile_run(body, names, f"run{s}{'m' if masked else ''}", masked)
+            function = compile_run(body, names, masked)
             compiled[masked] = function
             return function
 

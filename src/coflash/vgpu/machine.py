@@ -100,20 +100,7 @@ class Rows:
 
 
 class Warp:
-    __slots__ = (
-        "alive",
-        "bulk",
-        "cp_async",
-        "cta",
-        "extra",
-        "index",
-        "kinds",
-        "registers",
-        "row",
-        "stores",
-        "tmem",
-        "wgmma",
-    )
+    __slots__ = ("alive", "cta", "extra", "index", "kinds", "registers", "row")
 
     def __init__(self, cta: Cta, index: int, alive: int):
         self.cta = cta
@@ -211,7 +198,7 @@ class Convoy:
         self.pc = pc
         self.expired = 0  # 1: its time-out has run out; 2: it has been told so
         self.note: Any = None
-        self.since = 0
+        self.since = 0  # the phase of the mbarrier it went to sleep at
         self.solo = False  # not to be merged before its next step: it was split off because it differs there
         self.reshape(fragments)
 
@@ -430,7 +417,6 @@ class Machine:
         self.ready: deque[Convoy] = deque()
         self.streams: dict[Any, deque[Operation]] = {}
         self.sequence = 0
-        self.progress_mark = 0
         self.waiting: list[Convoy] = []
         kernel = module.kernel(launch.kernel)
         self._check_launch(kernel)
@@ -444,6 +430,7 @@ class Machine:
                         self.global_shadow.table(i, buffer.nbytes)
             self.counters = Counters(self.program)
             self._run()
+        self.report.events.sort(key=lambda e: e.time)
         self.report.counters = self.counters.totals()
         self.report.instructions = self.counters.instructions()
         self.report.seconds = clock_time.perf_counter() - started

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import struct
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 
 class PtxError(ValueError):
@@ -199,8 +200,9 @@ _PARAM = re.compile(
 )
 
 
+@lru_cache(maxsize=16)
 def parse(text: str) -> Module:
-    """The module in a PTX text. Raises PtxError."""
+    """The module in a PTX text. Raises PtxError. Modules are shared between callers: leave them as they are."""
     return _Parser(text).module()
 
 

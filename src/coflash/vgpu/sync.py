@@ -305,7 +305,7 @@ def check_cluster_barrier(cta: Cta) -> None:
 class MBarrier:
     __slots__ = (
         "clock", "component", "count", "cta", "done", "init_pc", "init_row", "init_time", "offset", "pending", "phase",
-        "tx", "waiters", "arrivers", "fenced",
+        "tx", "waiters", "arrivers", "fenced", "history",
     )  # fmt: skip
 
     def __init__(self, cta: Cta, offset: int, count: int):
@@ -314,7 +314,8 @@ class MBarrier:
         self.tx = 0
         self.phase = 0
         self.waiters: list[Convoy] = []
-        self.arrivers: dict[int, int] = {}
+        self.arrivers: dict[int, int] = {}  # row -> step, in this phase (-1: the tensor cores)
+        self.history: dict[int, str] = {}  # step -> who has ever arrived from there
         self.init_pc = self.init_row = self.init_time = 0
         self.fenced = False  # its initialisation has been made visible to the async proxy
         self.clock: Clock | None = None
@@ -609,6 +610,8 @@ def mbarrier_arrive(program: Program, i: Instruction) -> Step:
                     machine.event(c, "arrive", f"{barrier}: {total}, {barrier.state}")
                 for r in mine:
                     barrier.arrivers[r] = c.pc
+                if c.pc not in barrier.history:
+                    barrier.history[c.pc] = machine.describe_warps(c.shape.warps)
                 if state is not None:
                     row = c.rows.of(64)[state[1]]
                     chosen = np.zeros(row.shape, np.bool_)
@@ -665,12 +668,19 @@ def mbarrier_wait(program: Program, i: Instruction) -> Step:
         done = done_with(barrier, phase)
         row = c.rows.P[index]
         if done:
-            c.expired = 0
+            c.expired, c.note = 0, None
             _observe(c, barrier, phase, where)
             _set(row, True, where)
             return None
         if c.note is not None and c.note.barrier is not barrier:
             c.expired = 0
+        elif c.note is not None and barrier.phase >= c.since + 2:
+            machine.finding(
+                "barriers",
+                f"waits at the {barrier} since its phase {c.since} and has missed its end: the barrier is in phase "
+                f"{barrier.phase} by now. Whoever arrives there must wait for this warp before the next phase.",
+                c,
+            )
         if blocking and c.expired != 1:
             if not c.expired and machine.schedule == "random" and machine.random.random() < 0.1:
                 _set(row, False, where)
@@ -896,10 +906,14 @@ def explain_deadlock(machine: Machine) -> None:
             continue
         place = place or c
         here = [program.words(pc) for pc in sorted(set(barrier.arrivers.values()))[:3]]
-        arrived = f" (arrived so far at {'; '.join(here)})" if here else ""
+        arrived = f" (in this phase arrived {'; '.join(here)})" if here else ""
+        could = [f"{who} at {program.words(pc)}" for pc, who in list(barrier.history.items())[:3]]
+        usual = (
+            f"; in earlier phases {', '.join(could)} arrived" if could else "; nobody has ever arrived there"
+        )
         lines.append(
             f"{program.describe_warps(c.shape.warps)} of {c.cta} at {program.words(c.pc)} waits at the {barrier}: "
-            f"{barrier.state}{arrived}"
+            f"{barrier.state}{arrived}{usual}"
         )
     for c in machine.ready:
         if c.note is None:

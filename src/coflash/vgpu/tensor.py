@@ -1281,6 +1281,7 @@ def tensor_commit(program: Program, i: Instruction) -> Step:
                     if barrier.clock is not None and agent.clock is not None:
                         np.maximum(barrier.clock, agent.clock, out=barrier.clock)
                     barrier.arrivers[-1] = agent.operation.pc
+                    barrier.history.setdefault(agent.operation.pc, "a tcgen05.commit")
                     barrier.arrive(1, agent.operation)
 
             _pipe_queue(c, warp, "tcgen05.commit", f"arrives at shared+{offset:#x}", run)
