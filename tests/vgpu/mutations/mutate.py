@@ -230,6 +230,11 @@ def wrong_tensor_memory(ptx: str) -> Iterator[Mutation]:
         yield Mutation("early deallocation", i + 1, "before the last barrier", text, frozenset(causes))
 
 
+def wrong_spaces(ptx: str) -> Iterator[Mutation]:
+    """The address of a parameter used as a generic one: an H200 stops with a misaligned address."""
+    yield from _drop("parameter address not made generic", ptx, r"^\s*cvta\.param", {"bounds"})
+
+
 def overlapping_memory(ptx: str) -> Iterator[Mutation]:
     """A tile of shared memory placed over part of its neighbour."""
     causes = {"answer", "deadlock", "barriers", "exit", *ORDER}
@@ -271,6 +276,7 @@ FAMILIES: tuple[Callable[[str], Iterator[Mutation]], ...] = (
     wrong_stages,
     wrong_descriptors,
     wrong_tensor_memory,
+    wrong_spaces,
     overlapping_memory,
     wrong_cluster,
 )
