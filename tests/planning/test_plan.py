@@ -92,6 +92,7 @@ def test_a_window_of_zero_width_is_not_causal_alone():
         ((64, 8), 100, 1),
         ((16, 16), 1, 1),
         ((48, 4), 2, 12),
+        ((44, 4), 2, 1),  # 11 heads fit no whole rows of the swizzle
         ((130, 2), 1, 1),
     ],
 )

@@ -49,14 +49,15 @@ SM90_FORWARD = (
 
 def sm90_forward(problem: Problem, overrides: Mapping[str, Any]) -> Any:
     """The Hopper forward kernel's config for a call."""
-    from coflash.kernels.sm90.config import ForwardConfig
+    from coflash.kernels.sm90.config import ROWS, ForwardConfig, positions
 
     masked = problem.window != (None, None)
     chosen: dict[str, Any] = {
         **_first(SM90_FORWARD, problem, masked),
         "softmax": "held" if problem.dtype == torch.bfloat16 else "online",
     }
-    chosen["pack_heads"] = packed_heads(problem, 64 * chosen["warpgroups"], 64)
+    groups = chosen["warpgroups"]
+    chosen["pack_heads"] = packed_heads(problem, ROWS * groups, groups * positions(problem.group_size))
     computes = _features(problem)
     _refuse_unknown(ForwardConfig, computes, overrides)
     return ForwardConfig(**{**computes, **chosen, **overrides})
@@ -64,11 +65,11 @@ def sm90_forward(problem: Problem, overrides: Mapping[str, Any]) -> Any:
 
 def sm100_forward(problem: Problem, device: DeviceInfo, overrides: Mapping[str, Any]) -> Any:
     """The Blackwell forward kernel's config for a call; what lengths don't decide is chosen beside the kernel."""
-    from coflash.kernels.sm100.config import ForwardConfig, choose
+    from coflash.kernels.sm100.config import ROWS, ForwardConfig, choose
 
     computes = _features(problem)
-    pack = packed_heads(problem, 256, 128)
-    pack = 1 if 128 % pack else pack
+    group = problem.group_size
+    pack = packed_heads(problem, 2 * ROWS, 0 if ROWS % group else 2 * ROWS // group)
     # Tiles of different sizes are handed out as CTAs become free, equal ones are strided through.
     uneven = problem.packed_q or problem.has_seqused_k or problem.window != (None, None)
     chosen: dict[str, Any] = {"pack_heads": pack, "dynamic": uneven}
@@ -82,17 +83,17 @@ def sm100_forward(problem: Problem, device: DeviceInfo, overrides: Mapping[str, 
     return choose(device.arch, **{**computes, **chosen, **overrides})
 
 
-def packed_heads(problem: Problem, tile_rows: int, limit: int) -> int:
+def packed_heads(problem: Problem, tile_rows: int, positions: int) -> int:
     """Query heads that share a tile's rows: the whole group where that saves a fifth of the tiles, else one.
 
-    With few queries (decoding, a short question to a long cache) a tile of one head is mostly empty, and
-    every head of a group reads the same keys anyway.
+    With few queries (decoding, a short question to a long cache) a tile of one head is mostly empty, and every
+    head of a group reads the same keys anyway. `positions` are those of a tile that the group shares; 0: it can't.
     """
     group = problem.group_size
-    if group == 1 or group > limit:
+    if group == 1 or positions == 0:
         return 1
     apart = group * math.ceil(problem.seqlen_q / tile_rows)
-    together = math.ceil(problem.seqlen_q / (tile_rows // limit * (limit // group)))
+    together = math.ceil(problem.seqlen_q / positions)
     return group if together <= 0.8 * apart else 1
 
 
