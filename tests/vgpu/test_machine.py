@@ -349,3 +349,13 @@ class TestGlobalRaces:
             "ld.global.b32 %r9, [%d4];", "st.global.b32 [%d4], %r0;ld.global.b32 %r9, [%d4];"
         )
         assert Machine("sm_90a").run(what).ok
+
+
+@pytest.mark.parametrize(
+    ("body", "check"),
+    [("loop: bra loop;", "deadlock"), ("bar.sync 1, 64;", "deadlock"), ("trap;", "trap"),
+     ("mov.u64 %d5, 64; st.global.b32 [%d5], 1;", "bounds"), ("bar.sync 17;", "barriers")],
+)  # fmt: skip
+def test_what_ends_a_run_is_told_even_without_checks(body, check):
+    _, report = try_run(body, checks=[])
+    assert [f.check for f in report.findings][:1] == [check] and not report.ok

@@ -668,6 +668,8 @@ def getctarank(program: Program, i: Instruction) -> Step:
 @handles("isspacep")
 def isspacep(program: Program, i: Instruction) -> Step:
     space = i.parts[1]
+    if space not in ("shared", "shared::cta", "shared::cluster", "local", "global", "const"):
+        raise PtxError(f"isspacep of state space {space} is not supported: {i.text}", i.line)
     target = program.destination(i.operands[0], i)
     read = program.reader(i.operands[1], "D", i)
     guard = program.guard(i)

@@ -64,7 +64,7 @@ def trap(program: Program, i: Instruction) -> Step:
 
     def step(c: Convoy) -> None:
         if c.active(guard) is not False:
-            raise Fault("barriers", f"the kernel stops itself with {i.text!r}.")
+            raise Fault("trap", f"the kernel stops itself with {i.text!r}.")
 
     return step
 

@@ -495,9 +495,11 @@ class Machine:
                         "deadlock", f"no end after {self.max_steps} steps: the kernel seems to run forever"
                     )
         except Fault as fault:
-            self.finding(fault.check, str(fault), getattr(self, "current", None))
+            self.finding(fault.check, str(fault), getattr(self, "current", None), fatal=True)
         except OutOfBounds as error:
-            self.finding("bounds", f"access out of bounds: {error}.", getattr(self, "current", None))
+            self.finding(
+                "bounds", f"access out of bounds: {error}.", getattr(self, "current", None), fatal=True
+            )
         finally:
             self.live_clusters.clear()
 
@@ -814,10 +816,19 @@ class Machine:
                 self.report.events.append(Event(self.time, c.cta.index, w.index, kind, detail))
 
     def finding(
-        self, check: str, message: str, at: Any = None, pc: int | None = None, key: Any = None
+        self,
+        check: str,
+        message: str,
+        at: Any = None,
+        pc: int | None = None,
+        key: Any = None,
+        fatal: bool = False,
     ) -> None:
-        """Record what is wrong, once per check and place. `at` is the convoy or operation, or a CTA."""
-        if check not in self.checks:
+        """Record what is wrong, once per check and place. `at` is the convoy or operation, or a CTA.
+
+        What ends the run (`fatal`) is recorded even where its check is switched off: there is no result.
+        """
+        if check not in self.checks and not fatal:
             return
         cta, role = None, ""
         if isinstance(at, Convoy):

@@ -10,6 +10,7 @@ CHECKS = {
     "alignment": "addresses that are not a multiple of the access's size",
     "uninitialised": "reads of shared or tensor memory that nobody wrote",
     "races": "conflicting accesses that no barrier, fence or wait orders, across proxies too",
+    "trap": "the kernel stops itself",
     "deadlock": "every warp waits, or polls memory that nobody changes, or loops for ever",
     "barriers": "misuse of named barriers, mbarriers and cluster barriers",
     "tensor_memory": "tensor memory not freed, used without allocation or after its release, overlapping",

@@ -924,7 +924,7 @@ def explain_deadlock(machine: Machine) -> None:
         if line not in seen:
             seen.append(line)
     message = "deadlock: nothing can go on. " + "; ".join(seen[:24])
-    machine.finding("deadlock", message + ".", place, key="deadlock")
+    machine.finding("deadlock", message + ".", place, key="deadlock", fatal=True)
 
 
 # ---- Global memory -------------------------------------------------------------------------------------------------

@@ -946,7 +946,8 @@ def tensor_mma(program: Program, i: Instruction) -> Step:
     group = cta_group(i)
     kind = next((p.split("::")[1] for p in parts if p.startswith("kind::")), "")
     ws = "ws" in parts
-    if kind not in ("f16", "tf32", "f8f6f4", "i8") or "sp" in parts or any("block" in p for p in parts):
+    known = all(p == "ws" or p.startswith(("cta_group::", "kind::", "collector::")) for p in parts[2:])
+    if kind not in ("f16", "tf32", "f8f6f4", "i8") or not known:
         raise PtxError(f"tcgen05.mma of this kind is not modelled: {i.text[:160]}", i.line)
     operands = list(i.operands)
     d_read = program.address(operands[0], i, True)
