@@ -314,7 +314,7 @@ _OPERANDS = (
 _OPTIONS = (
     "str entry, bool causal, SymInt? window_left, SymInt? window_right, float softcap, int functions, "
     "float dropout_p, bool deterministic, str backend, SymInt? max_seqlen_q, SymInt? max_seqlen_k, "
-    "int[] block_mask_size, str kernel_options"
+    "int block_queries, int block_keys, str kernel_options"
 )
 _TENSORS = 16  # arguments in _OPERANDS
 
@@ -339,7 +339,7 @@ def _pack(operands: Operands, options: Options, number: int) -> tuple[Any, ...]:
         o.backend,
         o.max_seqlen_q,
         o.max_seqlen_k,
-        list(o.block_mask_size or ()),
+        *(o.block_mask_size or (0, 0)),
         "" if o.kernel_options is None else json.dumps(o.kernel_options),
     )
 
@@ -347,7 +347,7 @@ def _pack(operands: Operands, options: Options, number: int) -> tuple[Any, ...]:
 def _unpack(args: tuple[Any, ...]) -> tuple[Operands, Options, functions.Functions]:
     tensors, chosen = args[:_TENSORS], args[_TENSORS:]
     entry, causal, left, right, softcap, number, dropout_p, deterministic, backend, *last = chosen
-    most_q, most_k, size, kernel_options = last
+    most_q, most_k, *size, kernel_options = last
     tables = tensors[15]
     block_tables = BlockTables(*tables, *[None] * (4 - len(tables))) if tables else None
     operands = Operands._make((*tensors[:5], tuple(tensors[5]), *tensors[6:15], block_tables))
@@ -365,7 +365,7 @@ def _unpack(args: tuple[Any, ...]) -> tuple[Operands, Options, functions.Functio
         backend,
         most_q,
         most_k,
-        tuple(size) or None,
+        (size[0], size[1]) if size[0] else None,
         tuple(map(tuple, json.loads(kernel_options))) if kernel_options else None,
     )
     return operands, options, found
@@ -716,7 +716,13 @@ def _functions(operands: Operands, options: Options) -> tuple[int, tuple[Tensor,
     """A number for the functions, and the tensors they capture."""
     score_mod, mask_mod = options.score_mod, options.mask_mod
     if torch.compiler.is_compiling():
-        captured = functions.closure_tensors(score_mod) + functions.closure_tensors(mask_mod)
+        try:
+            captured = functions.closure_tensors(score_mod) + functions.closure_tensors(mask_mod)
+        except AttributeError:
+            raise NotImplementedError(
+                "score_mod or mask_mod is defined inside the function that torch.compile compiles, where an "
+                "operator cannot reach it; accepted: functions defined outside"
+            ) from None
         return functions.register_constant(score_mod, mask_mod), captured
     captured = ()
     if score_mod is not None:

@@ -117,6 +117,16 @@ def test_block_masks(block: int | tuple[int, int], which: str) -> None:
     agree(inputs(), block_mask=mask)
 
 
+def test_a_block_mask_for_longer_sequences() -> None:
+    """One mask serves any shorter lengths, as PyTorch's does."""
+    mask = create_block_mask(causal, None, None, 256, 256, device="cpu", BLOCK_SIZE=16)
+    q, k, v = inputs(len_q=40, len_k=50)
+    out, lse = flex_attention(q, k, v, block_mask=mask, enable_gqa=True, return_lse=True)
+    expected, expected_lse = dense(q, k, v, block_mask=mask)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(lse, expected_lse)
+
+
 def test_score_mod_and_block_mask() -> None:
     mask = create_block_mask(causal, None, None, 70, 70, device="cpu", BLOCK_SIZE=32)
     agree(inputs(), block_mask=mask, score_mod=lambda s, b, h, i, j: s - 0.1 * (i - j))

@@ -98,13 +98,14 @@ def _dense(
         if call.gradients:
             loss = (s.out * dout).sum() + (s.lse.masked_fill(~s.lse.isfinite(), 0.0) * dlse).sum()
             loss.backward(retain_graph=True)
-        if dtype == torch.float64 and s.raw.numel():
+        if dtype == torch.float64:
             found = magnitudes(s, q, q.shape[1] // k.shape[1], dout, dlse, options, captured)
-            weights = s.weights.detach()
-            found["out"] = (weights @ s.values.detach().abs()) * (2 if s.kept is None else 4)
+            found["out"] = (s.weights.detach() @ s.values.detach().abs()) * (2 if s.kept is None else 4)
             for name, value in found.items():
-                if value.numel():
-                    scales[name] = max(scales.get(name, 0.0), float(value.max()))
+                most, before = (float(value.max()) if value.numel() else 0.0), scales.get(name, 0.0)
+                # Gradients of what all sequences share are sums over them.
+                shared = name not in ("q", "k", "v", "out")
+                scales[name] = before + most if shared else max(before, most)
     found = {"out": out, "lse": lse}
     for name, leaf in leaves.items():
         found[name] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad

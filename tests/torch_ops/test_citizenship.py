@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.checkpoint import checkpoint
 
 from coflash import (
@@ -92,11 +93,23 @@ def by_closure(bias: Tensor) -> Callable[..., Tensor]:
 
 CLOSURE = by_closure(BIAS)
 
+BLOCKS = create_block_mask(lambda b, h, i, j: i >= j, None, None, 40, 40, device="cpu", BLOCK_SIZE=16)
+
+
+def autocast(q: Tensor, k: Tensor, v: Tensor) -> Any:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return flash_attn_func(q, k, v, causal=True)
+
+
 COMPILED: dict[str, Callable[..., Any]] = {
     "dense": lambda q, k, v: flash_attn_func(q, k, v, causal=True, softcap=5.0),
     "lse": lambda q, k, v: flash_attn_func(q, k, v, window_size=(4, 1), return_lse=True),
     "dropout": lambda q, k, v: flash_attn_func(q, k, v, dropout_p=0.3, dropout_seed=4),
     "flex": lambda q, k, v: flex_attention(*(x.transpose(1, 2) for x in (q, k, v)), enable_gqa=True),
+    "block mask": lambda q, k, v: flex_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), enable_gqa=True, block_mask=BLOCKS
+    ),
+    "autocast": autocast,
     "score_mod, global": lambda q, k, v: flash_attn_func(q, k, v, score_mod=by_global),
     "score_mod, closure": lambda q, k, v: flash_attn_func(q, k, v, score_mod=CLOSURE),
 }
@@ -158,6 +171,16 @@ def test_compile_refuses_a_capture_it_cannot_see() -> None:
         torch.compile(
             lambda q, k, v: flash_attn_func(q, k, v, score_mod=score_mod), fullgraph=True, backend="aot_eager"
         )(*qkv(2))
+
+
+def test_compile_refuses_a_function_it_would_compile_too() -> None:
+    torch._dynamo.reset()
+
+    def inside(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return flash_attn_func(q, k, v, score_mod=lambda s, b, h, i, j: s + q[b, i, h, 0])
+
+    with pytest.raises(Exception, match="defined inside the function that torch.compile compiles"):
+        torch.compile(inside, fullgraph=True, backend="aot_eager")(*qkv(2))
 
 
 @pytest.mark.slow

@@ -168,6 +168,7 @@ class BlockMap:
     def _map(num: Tensor, indices: Tensor, key_blocks: int) -> Tensor:
         width = indices.shape[-1]
         listed = torch.arange(width, device=indices.device) < num[..., None]
+        listed &= indices < key_blocks  # a mask for longer keys lists blocks past their end
         target = torch.where(listed, indices.long(), key_blocks)
         seen = torch.zeros(*indices.shape[:-1], key_blocks + 1, dtype=torch.bool, device=indices.device)
         return seen.scatter_(-1, target, True)[..., :key_blocks]
