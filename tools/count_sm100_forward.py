@@ -92,7 +92,7 @@ def table(dim: int, causal: bool) -> None:
             for role in ROLES
         }
     print(
-        f"\nd{dim} {'causal' if causal else 'full'}: per block of 128 x 128 scores (warp instructions; 1 = 32 threads)\n"
+        f"\nd{dim} {'causal' if causal else 'full'}: per block of 128 x 128 scores, in warp instructions\n"
     )
     print("| role | unit | ours | flash-attn-4 |\n|---|---|---|---|")
     for role in ROLES:

@@ -1,4 +1,4 @@
-"""The Blackwell cost model: fitted to four published figures of flash-attn-4 with its own counts, held to the others."""
+"""The Blackwell cost model: fitted to four published figures of flash-attn-4 with its counts, held to the others."""
 
 from __future__ import annotations
 

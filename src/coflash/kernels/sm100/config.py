@@ -253,12 +253,13 @@ def choose(arch: str, **features: Any) -> ForwardConfig:
 
 
 def _share(arch: str, dim: int, bounded: bool) -> int:
-    """Of 16 pairs of exponentials, how many go by polynomial: as many as leave both units below the issue slots."""
+    """Of 16 pairs of exponentials, how many go by polynomial: as many as the softmax warps' issue slots allow without
+    passing those of the published kernel."""
     if arch.startswith("sm_103"):
         return 0  # twice the special-function rate: the polynomial would only cost issue slots
     if dim > 128:
         return 0  # the products take twice as long as the exponentials
-    return 2 if bounded else 3
+    return 3 if dim == 128 and not bounded else 2
 
 
 def _grown(config: ForwardConfig, field: str, value: int, keep: int) -> ForwardConfig:

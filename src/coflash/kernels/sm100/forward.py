@@ -163,7 +163,6 @@ class Forward:
     @cute.jit
     def start(self, sh, warp, rank):
         """Barriers and tensor memory, before any role starts."""
-        c = self.config
         if warp == 0:
             if prims.elect_sync():
                 self.init_barriers(sh, rank)
