@@ -126,6 +126,22 @@ def test_what_a_kernel_cannot_do_is_named(name, arch):
     assert plan(problem, typical(arch), backend="portable").path == "portable"
 
 
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_103a"])
+def test_every_pair_of_head_dims_is_planned_or_refused_by_name(arch):
+    refused = 0
+    for dim in range(8, 257, 8):
+        for dim_v in range(8, 257, 8):
+            problem = replace(BASE, head_dim=dim, head_dim_v=dim_v, causal=True, needs_grad=True)
+            try:
+                config = plan(problem, typical(arch), backend="kernel").config
+            except NotImplementedError as refusal:
+                refused += 1
+                assert f"head_dim={dim}" in str(refusal) and f"head_dim_v={dim_v}" in str(refusal)
+            else:
+                assert (config.head_dim, config.head_dim_v) == (dim, dim_v)
+    assert refused <= 64
+
+
 def test_on_hopper_auto_refuses_too_and_is_never_quietly_slow():
     with pytest.raises(NotImplementedError, match="dropout_p"):
         plan(replace(BASE, dropout_p=0.1), H200)

@@ -71,7 +71,15 @@ def plan(
         raise NotImplementedError(
             f'the {arch} kernel can\'t do {" nor ".join(missing)} yet; backend="portable" does it'
         )
-    kernel, config = _choose(problem, device, kernel_options or {})
+    try:
+        kernel, config = _choose(problem, device, kernel_options or {})
+    except ValueError as error:
+        if kernel_options:
+            raise
+        raise NotImplementedError(
+            f"the {arch} kernel has no tile for head_dim={problem.head_dim} with "
+            f'head_dim_v={problem.head_dim_v} ({error}); backend="portable" does it'
+        ) from error
     return Plan(
         path="kernel",
         reason=_reason(problem, device, config),
