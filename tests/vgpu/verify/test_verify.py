@@ -204,3 +204,24 @@ store: atom.global.exch.b32 %x, [%a], %y; ret; }
     assert [finding.check for finding in verdict.findings] == ["schedule"]
     assert "the result depends on who runs first" in str(verdict)
     assert check([launch], tries=tries, checks=[], same_bits=False).ok
+
+
+def test_progress_is_one_rewritten_line_on_a_terminal(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    progress = verify.Progress(4)
+    progress.name("sm_90a d64")
+    progress.step()
+    progress.close()
+    shown = capsys.readouterr().err
+    assert "\n" not in shown
+    assert shown.count("\r") == 3
+    assert "[#######......................." in shown
+    assert "sm_90a d64" in shown
+
+
+def test_no_progress_elsewhere(capsys):
+    progress = verify.Progress(4)
+    progress.name("x")
+    progress.step()
+    progress.close()
+    assert capsys.readouterr().err == ""
