@@ -211,7 +211,7 @@ def test_progress_is_one_rewritten_line_on_a_terminal(monkeypatch, capsys):
     progress = verify.Progress(4)
     progress.name("sm_90a d64")
     progress.step()
-    progress.close()
+    progress.clear()
     shown = capsys.readouterr().err
     assert "\n" not in shown
     assert shown.count("\r") == 3
@@ -223,5 +223,5 @@ def test_no_progress_elsewhere(capsys):
     progress = verify.Progress(4)
     progress.name("x")
     progress.step()
-    progress.close()
+    progress.clear()
     assert capsys.readouterr().err == ""
