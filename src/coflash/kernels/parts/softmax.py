@@ -95,20 +95,39 @@ class RowState(Fixture):
         maximum a dominating probability is no power of two, and its rounding would not cancel in the quotient.
         That costs an unpacking of every element, and matters only where one element is most of its row: a warp
         takes it on for blocks that hold more than 2/3 of some thread's sum.  Not for the first block, whose
-        largest probability is 1."""
-        block = [Float32(0.0), Float32(0.0)]
-        for i in cutlass.range_constexpr(cute.size(scores)):
-            block[i // 2 % 2] = block[i // 2 % 2] + scores[i]
-        upper, lower = block
+        largest probability is 1.  The sum itself stays exact, for the log-sum-exp."""
+        upper, lower = self.block_sums(scores)
         if cutlass.const_expr(self.rounded_sum and not first):
-            heavy = (upper > self.sum[0] * HEAVY) | (lower > self.sum[1] * HEAVY)
-            if cute.arch.vote_any_sync(heavy):
+            if cute.arch.vote_any_sync(self.heavy(upper, lower)):
                 for i in cutlass.range_constexpr(0, cute.size(scores), 2):
                     low, high = ptx.unpack_bf16(ptx.pack(scores[i], scores[i + 1], self.dtype))
                     half = i // 2 % 2
                     self.rounding[half] = self.rounding[half] + ((low - scores[i]) + (high - scores[i + 1]))
         self.sum[0] = self.sum[0] + upper
         self.sum[1] = self.sum[1] + lower
+
+    @cute.jit
+    def add_packed(self, words: cute.Tensor, upper: Float32, lower: Float32):
+        """The same after packing, from the block's sums and its packed probabilities."""
+        if cutlass.const_expr(self.rounded_sum):
+            if cute.arch.vote_any_sync(self.heavy(upper, lower)):
+                rounded = [Float32(0.0), Float32(0.0)]
+                for i in cutlass.range_constexpr(cute.size(words)):
+                    low, high = ptx.unpack_bf16(words[i])
+                    rounded[i % 2] = rounded[i % 2] + (low + high)
+                self.rounding[0] = self.rounding[0] + (rounded[0] - upper)
+                self.rounding[1] = self.rounding[1] + (rounded[1] - lower)
+        self.sum[0] = self.sum[0] + upper
+        self.sum[1] = self.sum[1] + lower
+
+    def block_sums(self, scores: cute.Tensor) -> tuple[Float32, Float32]:
+        block = [Float32(0.0), Float32(0.0)]
+        for i in range(cute.size(scores)):
+            block[i // 2 % 2] = block[i // 2 % 2] + scores[i]
+        return block[0], block[1]
+
+    def heavy(self, upper: Float32, lower: Float32) -> Boolean:
+        return (upper > self.sum[0] * HEAVY) | (lower > self.sum[1] * HEAVY)
 
     def pack(self, scores: cute.Tensor, words: cute.Tensor) -> None:
         """Probabilities to the A operand of the second product."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["ForwardConfig", "NAMES"]
+__all__ = ["NAMES", "ForwardConfig", "positions"]
 
 SHARED_BYTES = 232_448  # what one block may use: 227 KB
 REGISTERS = 65_536  # of one multiprocessor
@@ -49,7 +49,7 @@ class ForwardConfig:
     v_stages: int = 2
     q_stages: int = 1
     softmax: str = "held"  # "held": the first block's maximum is kept; "online": the running maximum
-    early: bool = False  # wait for the product with V before the exponentials
+    late: bool = False  # sums are settled after P is packed: leaves the assembler to interleave the two
     dynamic: bool = True  # tiles are handed out by a counter; else every block strides through them
     blocks_per_sm: int = 1
 
@@ -67,7 +67,7 @@ class ForwardConfig:
             raise ValueError(f"tile_n {self.tile_n}: multiples of 16 up to 256 (wgmma's N, and K of P V)")
         if self.warpgroups not in REGISTER_SPLIT:
             raise ValueError(f"warpgroups {self.warpgroups}: one of {sorted(REGISTER_SPLIT)}")
-        if not any(p * self.pack_heads % 8 == 0 for p in range(1, ROWS // self.pack_heads + 1)):
+        if not positions(self.pack_heads):
             raise ValueError(f"pack_heads {self.pack_heads}: no multiple of it fills 8-row groups up to {ROWS}")
         if self.shared_bytes * self.blocks_per_sm > SHARED_BYTES:
             raise ValueError(f"shared memory: {self.shared_sum()} of {SHARED_BYTES // self.blocks_per_sm}")
@@ -99,8 +99,8 @@ class ForwardConfig:
 
     @property
     def positions(self) -> int:
-        """Query positions in one warpgroup's 64 rows: as many as fill whole 8-row groups, the grain of the swizzle."""
-        return next(p for p in range(ROWS // self.pack_heads, 0, -1) if p * self.pack_heads % 8 == 0)
+        """Query positions in one warpgroup's 64 rows."""
+        return positions(self.pack_heads)
 
     @property
     def threads(self) -> int:
@@ -138,6 +138,13 @@ class ForwardConfig:
             "V": 2 * self.tile_n * self.tile_d_v * self.v_stages,
             "barriers and work slots": 1024,
         }
+
+
+def positions(pack_heads: int) -> int:
+    """Query positions of `pack_heads` heads in 64 rows: as many as fill whole groups of 8 rows, the grain of the
+    swizzle; 0 where none do."""
+    fits = (p for p in range(ROWS // max(pack_heads, 1), 0, -1) if p * pack_heads % 8 == 0)
+    return next(fits, 0) if pack_heads > 0 else 0
 
 
 def _tile_dim(dim: int) -> int:

@@ -117,7 +117,8 @@ class Forward:
         if group > 1:
             tile = ((group, c.positions), c.tile_d)
             if group * c.positions < ROWS:
-                layout = cute.composition(layout, cute.make_layout((group * c.positions, c.tile_d)))
+                some = cute.make_layout((group * c.positions, c.tile_d), stride=(1, ROWS))
+                layout = cute.composition(layout, some)
         return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, layout, tile)
 
     def make_kv_copy(self, x, packed: bool, layout, transposed: bool):
@@ -770,20 +771,21 @@ class Warpgroup(Fixture):
             warpgroup.wait_group(1)
             self.release(self.k_ring)
             self.visible(scores, j, limits, masked)
-            if cutlass.const_expr(c.early):
-                warpgroup.wait_group(0)
-                self.release(self.v_ring)
             if cutlass.const_expr(c.softmax == "online"):
                 factors, moved = self.state.raise_reference(scores)
                 self.state.lower(factors)
             self.state.exponentials(scores)
-            self.state.add(scores)
-            if cutlass.const_expr(not c.early):
-                warpgroup.wait_group(0)
-                self.release(self.v_ring)
+            if cutlass.const_expr(c.late):
+                upper, lower = self.state.block_sums(scores)
+            else:
+                self.state.add(scores)
+            warpgroup.wait_group(0)
+            self.release(self.v_ring)
             if cutlass.const_expr(c.softmax == "online"):
                 self.state.rescale(self.out, factors, moved)
             self.state.pack(scores, self.words)
+            if cutlass.const_expr(c.late):
+                self.state.add_packed(self.words, upper, lower)
             j = j - 1
         return j
 

@@ -1,0 +1,77 @@
+"""The machine code of the kernels that planning chooses, by the assembler's own report: no GPU needed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("cutlass")
+
+from coflash.compiler import compile_to  # noqa: E402
+from coflash.kernels.sm90.config import ForwardConfig  # noqa: E402
+from coflash.planning.choices import SM90_FORWARD  # noqa: E402
+
+ROWS = [pytest.param(row, masked) for row in SM90_FORWARD for masked in ((False, True) if row.masked is None else (row.masked,))]
+
+
+def check(config: ForwardConfig, folder: Path) -> None:
+    compiled = compile_to(folder, "sm90.forward", config, "sm_90a")
+    (entry,) = compiled.resources
+    assert (entry.stack_bytes, entry.spill_stores, entry.spill_loads) == (0, 0, 0)
+    assert entry.registers == config.entry_registers, "the split counts on what a block holds at launch"
+    ptx = compiled.ptx.read_text()
+    load, compute = config.registers
+    assert f"setmaxnreg.dec.sync.aligned.u32 {load};" in _squeezed(ptx)
+    assert f"setmaxnreg.inc.sync.aligned.u32 {compute};" in _squeezed(ptx)
+    # S = Q K^T: the first block, each of the loops, and the exact way; O += P V: the same and the last block.
+    loops = 1 + config.bounded_right + config.bounded_left
+    exact = int(config.softmax == "held")
+    scores = len(re.findall(rf"wgmma\.mma_async\S*m64n{config.tile_n}k16", ptx))
+    out = len(re.findall(rf"wgmma\.mma_async\S*m64n{config.tile_d_v}k16", ptx))
+    scores_planned = config.tile_d // 16 * (1 + loops + exact)
+    out_planned = config.tile_n // 16 * (loops + 1 + exact)
+    if config.tile_n == config.tile_d_v:
+        assert scores == out == scores_planned + out_planned
+    else:
+        assert (scores, out) == (scores_planned, out_planned)
+
+
+def _squeezed(ptx: str) -> str:
+    return re.sub(r"\s+", " ", ptx)
+
+
+def _config(row, masked: bool) -> ForwardConfig:
+    return ForwardConfig(
+        dtype="bf16", head_dim=row.head_dim, head_dim_v=row.head_dim_v, bounded_right=masked, lse=True, **row.fields
+    )
+
+
+def test_head_dim_128_causal(tmp_path: Path) -> None:
+    row = next(row for row in SM90_FORWARD if row.head_dim == 128 and row.masked in (None, True))
+    check(_config(row, True), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row, masked", ROWS)
+def test_every_choice(row, masked: bool, tmp_path: Path) -> None:
+    check(_config(row, masked), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "features",
+    [
+        {"packed_q": True, "packed_k": True, "bounded_right": True},
+        {"bounded_left": True, "bounded_right": True, "sink": True},
+        {"softcap": True},
+        {"seqused_q": True, "seqused_k": True},
+        {"pack_heads": 8, "bounded_right": True},
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("row", SM90_FORWARD)
+def test_every_choice_with_features(row, features: dict, tmp_path: Path) -> None:
+    fields = {**row.fields, **features}
+    check(ForwardConfig(dtype="bf16", head_dim=row.head_dim, head_dim_v=row.head_dim_v, lse=True, **fields), tmp_path)
