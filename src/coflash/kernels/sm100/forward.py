@@ -8,8 +8,8 @@
                                             warp 15   idle
 
 A thread of a softmax warpgroup owns one row of S: no shuffles.  What a separate correction warpgroup does in other
-kernels, the softmax threads do themselves, under a warp vote, when a row's maximum grew too far: S of block j is
-computed after the product with V of block j - 1, so at that moment nobody else touches O.
+kernels, the softmax threads do themselves, under a warp vote, when a row's maximum grew too far: a block's S is
+computed after the product with V of the block before it, so at that moment nobody else touches O.
 """
 
 from __future__ import annotations
