@@ -91,9 +91,7 @@ def table(dim: int, causal: bool) -> None:
             role: {u: (many[role][u] - few[role][u]) / blocks for u in UNITS if many[role][u]}
             for role in ROLES
         }
-    print(
-        f"\nd{dim} {'causal' if causal else 'full'}: per block of 128 x 128 scores, in warp instructions\n"
-    )
+    print(f"\nd{dim} {'causal' if causal else 'full'}: per block of 128 x 128 scores, in warp instructions\n")
     print("| role | unit | ours | flash-attn-4 |\n|---|---|---|---|")
     for role in ROLES:
         for unit, words in UNITS.items():
