@@ -11,6 +11,9 @@ evaluated tile by tile. Queries that are padding themselves get zeros under a ca
 
 Only under tracing (`torch.compile`, `torch.export`), where lengths may not be read, the mask is the dense
 boolean one that SDPA would get.
+
+Not served, by name: attention weights, block tables, sinks of each query, sparse indices. And transformers
+itself refuses chunked attention (Llama 4) past one chunk to every name with "flash" in it.
 """
 
 from __future__ import annotations
