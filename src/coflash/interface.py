@@ -21,6 +21,9 @@ What all functions share:
   what is accepted.  The contents of `cu_seqlens`, lengths and page tables are checked on CPU tensors only: on
   a GPU that would wait for the device, and the caller vouches for them.
 
+- **torch.compile** traces every function without a graph break.  score_mod and mask_mod must then be defined
+  outside the function that is compiled.
+
 Everything after q, k, v is keyword-only.
 """
 

@@ -31,7 +31,6 @@ from coflash.problem import Problem
 
 __all__ = ["Call", "attend", "attend_traced", "prepare"]
 
-NUMERICS = portable.Numerics()
 Gradients = tuple[Tensor | None, ...]
 
 
@@ -203,7 +202,7 @@ def run(call: Call, operands: Operands) -> tuple[Tensor, Tensor]:
         checks.check_values(operands, call.options, call.sizes)
     if call.launch is None:
         with torch.no_grad(), _without_autocast(operands.q.device):
-            return portable.forward(call.problem, operands, NUMERICS)
+            return portable.forward(call.problem, operands, portable.chosen())
     out = torch.empty(call.out_shape, dtype=operands.q.dtype, device=operands.q.device)
     lse = torch.empty(call.lse_shape, dtype=call.lse_dtype, device=operands.q.device)
     call.launch(operands, out, lse)
@@ -265,7 +264,7 @@ class _Backward(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.call, ctx.rest = call, rest
         operands = Operands(q, k, v, None, alibi_slopes, *rest)
-        return portable.backward(call.problem, operands, NUMERICS, dout, lse, delta)
+        return portable.backward(call.problem, operands, portable.chosen(), dout, lse, delta)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -443,7 +442,7 @@ def _attention(*args: Any) -> Any:
 def _attention_backward(dout: Tensor, lse: Tensor, delta: Tensor, *args: Any) -> Any:
     with torch.no_grad(), _own_dispatch(), _without_autocast(dout.device):
         call, operands = _resolve(args)
-        dq, dk, dv, *rest = portable.backward(call.problem, operands, NUMERICS, dout, lse, delta)
+        dq, dk, dv, *rest = portable.backward(call.problem, operands, portable.chosen(), dout, lse, delta)
     return dq, dk, dv, rest
 
 

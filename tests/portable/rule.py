@@ -15,8 +15,7 @@ import torch
 from tests.portable.reference import Options, magnitudes, sequence
 from torch import Tensor
 
-import coflash.torch_ops
-from coflash.portable import Numerics
+from coflash.portable import Numerics, using
 
 ORDERS = 4
 MANY = 2048  # elements from which on a mean says something
@@ -135,12 +134,8 @@ def check(call: Call, mean_rule: bool = True) -> None:
     ours = _ours(call, douts, dlses)
     classic = None
     if mean_rule and dtype != torch.float64:
-        chosen = coflash.torch_ops.NUMERICS
-        coflash.torch_ops.NUMERICS = Numerics(rescale_threshold=0.0)
-        try:
+        with using(Numerics(rescale_threshold=0.0)):
             classic = _ours(call, douts, dlses)
-        finally:
-            coflash.torch_ops.NUMERICS = chosen
 
     eps = torch.finfo(dtype).eps
     if dtype == torch.float64:

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from coflash import flash_attn_func
 from coflash.exp2 import COEFFICIENTS
 from coflash.operands import Operands
-from coflash.portable import Numerics, forward, schedule
+from coflash.portable import Numerics, forward, schedule, using
 from coflash.portable.exp2 import exp2_polynomial
 from coflash.portable.softmax import OnlineSoftmax
 from coflash.problem import Problem
@@ -121,3 +122,19 @@ def test_polynomial_in_attention(degree: int) -> None:
     assert errors(scores, half, Numerics(exp2_degree=degree)).mean() <= 1.25 * library
     exact = errors(scores, torch.float32, Numerics()).max()
     assert errors(scores, torch.float32, Numerics(exp2_degree=degree)).max() <= exact + 8 * MEASURED[degree]
+
+
+def test_using_chooses_for_calls_within() -> None:
+    q, k, v = (torch.randn(1, 40, 2, 8, requires_grad=True) for _ in range(3))
+
+    def results() -> tuple[Tensor, ...]:
+        out = flash_attn_func(q, k, v)
+        assert isinstance(out, Tensor)
+        return out, *torch.autograd.grad(out.sum(), (q, k, v))
+
+    before = results()
+    with using(Numerics(exp2_degree=3)):
+        coarse = results()
+    for a, b, c in zip(before, coarse, results(), strict=True):
+        assert torch.equal(a, c) and not torch.equal(a, b)
+        torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-2)

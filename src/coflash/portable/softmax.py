@@ -14,6 +14,8 @@ for the scores that matter, whatever their magnitude, and the softmax scale cost
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +23,7 @@ from torch import Tensor
 
 from coflash.portable.exp2 import exp2_polynomial
 
-__all__ = ["LOG2E", "Numerics", "OnlineSoftmax"]
+__all__ = ["LOG2E", "Numerics", "OnlineSoftmax", "chosen", "using"]
 
 LOG2E = math.log2(math.e)
 
@@ -38,6 +40,25 @@ class Numerics:
         if self.exp2_degree is None or x.dtype != torch.float32:
             return x.exp2_()
         return exp2_polynomial(x, self.exp2_degree)
+
+
+_chosen = Numerics()
+
+
+def chosen() -> Numerics:
+    """The numerics of calls through the public functions."""
+    return _chosen
+
+
+@contextmanager
+def using(numerics: Numerics) -> Iterator[None]:
+    """Calls within, forward and backward, take these numerics: for studying what they do to accuracy."""
+    global _chosen
+    before, _chosen = _chosen, numerics
+    try:
+        yield
+    finally:
+        _chosen = before
 
 
 class OnlineSoftmax:
@@ -59,7 +80,7 @@ class OnlineSoftmax:
             rest = sink - self.reference.to(sink.dtype) * scale
             self.sum.copy_(torch.where(sink.isfinite(), torch.exp(rest), 0.0))
         # A CPU asks whether any row must rescale before it does; a GPU would have to wait for the answer.
-        self.ask_first = not like.is_cuda
+        self.ask_first = like.device.type == "cpu"
 
     def update(self, scores: Tensor) -> tuple[Tensor, Tensor | None]:
         """Take in a tile of scores (overwritten): its weights, and what the accumulator must be scaled by.
