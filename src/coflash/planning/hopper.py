@@ -1,7 +1,7 @@
 """What a Hopper forward should cost: clocks of each unit counted from the tile's shape, and how far they overlap.
 
 Only the overlap, the ends of a tile and the count of issue slots are fitted, to this kernel's forward table on H200s
-(medians over four machines while it was tuned): within 11 % everywhere, the machines themselves being 10 % apart.
+while it was tuned: within 11 % everywhere, the machines themselves being 10 % apart.
 """
 
 from __future__ import annotations
