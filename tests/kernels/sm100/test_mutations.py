@@ -22,7 +22,7 @@ OPTIONS = {"head_dim": 128, "head_dim_v": 128, "packed_q": True, "packed_k": Tru
 # Many items for one CTA, masked on both sides, with maxima that grow; then a first item of one block: together they
 # take every path of the kernel.
 MANY = Case(
-    (300, 5, 130), (500, 7, 200), 2, 1, window_left=150, window_right=0, inputs="rising 10", options=OPTIONS
+    (300, 5, 130), (500, 7, 200), 2, 1, window_left=400, window_right=0, inputs="rising 10", options=OPTIONS
 )
 FEW = Case((130, 40), (90, 30), 1, 1, window_left=150, window_right=0, options=OPTIONS)
 
