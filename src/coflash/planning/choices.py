@@ -36,7 +36,8 @@ def _row(head_dim: int, head_dim_v: int, masked: bool | None = None, **chosen: A
 
 
 # Hopper. A tile has 64 rows for each computing warpgroup. More of them share a block's K and V (less traffic from
-# L2, more warps to hide exponentials) but leave a thread fewer registers, so narrower blocks of keys. Shared memory (227 KB) decides the stages.
+# L2, more warps to hide exponentials) but leave a thread fewer registers, so narrower blocks of keys. Shared memory
+# (227 KB) decides the stages.
 SM90_FORWARD = (
     _row(64, 64, warpgroups=4, tile_n=64, k_stages=4, v_stages=4, q_stages=2),
     _row(96, 96, warpgroups=2, tile_n=128, k_stages=3, v_stages=3),

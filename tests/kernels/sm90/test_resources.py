@@ -13,7 +13,11 @@ from coflash.compiler import compile_to  # noqa: E402
 from coflash.kernels.sm90.config import ForwardConfig  # noqa: E402
 from coflash.planning.choices import SM90_FORWARD  # noqa: E402
 
-ROWS = [pytest.param(row, masked) for row in SM90_FORWARD for masked in ((False, True) if row.masked is None else (row.masked,))]
+ROWS = [
+    pytest.param(row, masked)
+    for row in SM90_FORWARD
+    for masked in ((False, True) if row.masked is None else (row.masked,))
+]
 
 
 def check(config: ForwardConfig, folder: Path) -> None:
@@ -44,7 +48,12 @@ def _squeezed(ptx: str) -> str:
 
 def _config(row, masked: bool) -> ForwardConfig:
     return ForwardConfig(
-        dtype="bf16", head_dim=row.head_dim, head_dim_v=row.head_dim_v, bounded_right=masked, lse=True, **row.fields
+        dtype="bf16",
+        head_dim=row.head_dim,
+        head_dim_v=row.head_dim_v,
+        bounded_right=masked,
+        lse=True,
+        **row.fields,
     )
 
 
@@ -74,4 +83,7 @@ def test_every_choice(row, masked: bool, tmp_path: Path) -> None:
 @pytest.mark.parametrize("row", SM90_FORWARD)
 def test_every_choice_with_features(row, features: dict, tmp_path: Path) -> None:
     fields = {**row.fields, **features}
-    check(ForwardConfig(dtype="bf16", head_dim=row.head_dim, head_dim_v=row.head_dim_v, lse=True, **fields), tmp_path)
+    check(
+        ForwardConfig(dtype="bf16", head_dim=row.head_dim, head_dim_v=row.head_dim_v, lse=True, **fields),
+        tmp_path,
+    )

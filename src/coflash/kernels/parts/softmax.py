@@ -9,8 +9,8 @@ Scores are kept unscaled; `scale` carries log2(e), so that a probability is `exp
 import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 
-from coflash.kernels.parts.fixture import Fixture
 from coflash.kernels.parts import ptx
+from coflash.kernels.parts.fixture import Fixture
 
 INFINITY = Float32.inf
 # Held maximum: a row sum inside these bounds proves that no probability overflowed bfloat16 or float32 and that
@@ -29,7 +29,9 @@ class RowState(Fixture):
         self.rounded_sum = rounded_sum
         self.reference = cute.make_rmem_tensor((2,), Float32)
         self.sum = cute.make_rmem_tensor((2,), Float32)
-        self.rounding = cute.make_rmem_tensor((2,), Float32)  # what rounding P added to it, where that matters
+        self.rounding = cute.make_rmem_tensor(
+            (2,), Float32
+        )  # what rounding P added to it, where that matters
 
     # ---- the first block ----
 
@@ -88,46 +90,34 @@ class RowState(Fixture):
             scores[i] = ptx.exp2(scores[i] * self.scale + minus[i // 2 % 2])
 
     @cute.jit
-    def add(self, scores: cute.Tensor, first: cutlass.Constexpr[bool] = False):
-        """Probabilities into the row sums.
+    def add(self, words: cute.Tensor, block, first: cutlass.Constexpr[bool] = False):
+        """A block into the row sums: `block` are its sums before P was rounded to `words`.
 
-        What divides the output should be the sum of what its product used, P rounded to 16 bits: with a held
-        maximum a dominating probability is no power of two, and its rounding would not cancel in the quotient.
-        That costs an unpacking of every element, and matters only where one element is most of its row: a warp
-        takes it on for blocks that hold more than 2/3 of some thread's sum.  Not for the first block, whose
-        largest probability is 1.  The sum itself stays exact, for the log-sum-exp."""
-        upper, lower = self.block_sums(scores)
+        What divides the output should be the sum of what its product used: with a held maximum a dominating
+        probability is no power of two, and its rounding would not cancel in the quotient.  Unpacking every element
+        costs, and matters only where one element is most of its row: a warp takes it on for blocks that hold more
+        than 2/3 of some thread's sum.  Not for the first block, whose largest probability is 1.  The sum itself
+        stays exact, for the log-sum-exp.
+
+        It comes after packing, off the way from the exponentials to the next product."""
         if cutlass.const_expr(self.rounded_sum and not first):
-            if cute.arch.vote_any_sync(self.heavy(upper, lower)):
-                for i in cutlass.range_constexpr(0, cute.size(scores), 2):
-                    low, high = ptx.unpack_bf16(ptx.pack(scores[i], scores[i + 1], self.dtype))
-                    half = i // 2 % 2
-                    self.rounding[half] = self.rounding[half] + ((low - scores[i]) + (high - scores[i + 1]))
-        self.sum[0] = self.sum[0] + upper
-        self.sum[1] = self.sum[1] + lower
-
-    @cute.jit
-    def add_packed(self, words: cute.Tensor, upper: Float32, lower: Float32):
-        """The same after packing, from the block's sums and its packed probabilities."""
-        if cutlass.const_expr(self.rounded_sum):
-            if cute.arch.vote_any_sync(self.heavy(upper, lower)):
+            heavy = (block[0] > self.sum[0] * HEAVY) | (block[1] > self.sum[1] * HEAVY)
+            if cute.arch.vote_any_sync(heavy):
                 rounded = [Float32(0.0), Float32(0.0)]
                 for i in cutlass.range_constexpr(cute.size(words)):
                     low, high = ptx.unpack_bf16(words[i])
                     rounded[i % 2] = rounded[i % 2] + (low + high)
-                self.rounding[0] = self.rounding[0] + (rounded[0] - upper)
-                self.rounding[1] = self.rounding[1] + (rounded[1] - lower)
-        self.sum[0] = self.sum[0] + upper
-        self.sum[1] = self.sum[1] + lower
+                for half in cutlass.range_constexpr(2):
+                    self.rounding[half] = self.rounding[half] + (rounded[half] - block[half])
+        for half in cutlass.range_constexpr(2):
+            self.sum[half] = self.sum[half] + block[half]
 
-    def block_sums(self, scores: cute.Tensor) -> tuple[Float32, Float32]:
+    def sums(self, scores: cute.Tensor) -> list[Float32]:
+        """Of a block's probabilities, for each of the thread's rows."""
         block = [Float32(0.0), Float32(0.0)]
         for i in range(cute.size(scores)):
             block[i // 2 % 2] = block[i // 2 % 2] + scores[i]
-        return block[0], block[1]
-
-    def heavy(self, upper: Float32, lower: Float32) -> Boolean:
-        return (upper > self.sum[0] * HEAVY) | (lower > self.sum[1] * HEAVY)
+        return block
 
     def pack(self, scores: cute.Tensor, words: cute.Tensor) -> None:
         """Probabilities to the A operand of the second product."""

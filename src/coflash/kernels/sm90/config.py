@@ -49,7 +49,6 @@ class ForwardConfig:
     v_stages: int = 2
     q_stages: int = 1
     softmax: str = "held"  # "held": the first block's maximum is kept; "online": the running maximum
-    late: bool = False  # sums are settled after P is packed: leaves the assembler to interleave the two
     dynamic: bool = True  # tiles are handed out by a counter; else every block strides through them
     blocks_per_sm: int = 1
 
@@ -68,7 +67,9 @@ class ForwardConfig:
         if self.warpgroups not in REGISTER_SPLIT:
             raise ValueError(f"warpgroups {self.warpgroups}: one of {sorted(REGISTER_SPLIT)}")
         if not positions(self.pack_heads):
-            raise ValueError(f"pack_heads {self.pack_heads}: no multiple of it fills 8-row groups up to {ROWS}")
+            raise ValueError(
+                f"pack_heads {self.pack_heads}: no multiple of it fills 8-row groups up to {ROWS}"
+            )
         if self.shared_bytes * self.blocks_per_sm > SHARED_BYTES:
             raise ValueError(f"shared memory: {self.shared_sum()} of {SHARED_BYTES // self.blocks_per_sm}")
         load, compute = self.registers

@@ -9,8 +9,8 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.tensor_utils import LayoutEnum
 
-from coflash.kernels.parts.fixture import Fixture
 from coflash.kernels.parts import ptx, ring, softmax, tiles
+from coflash.kernels.parts.fixture import Fixture
 from coflash.kernels.parts.ring import Ring
 from coflash.kernels.parts.softmax import RowState
 from coflash.kernels.parts.store import store_rows
@@ -42,6 +42,30 @@ class Operands(NamedTuple):
 
 
 class Forward:
+    """out = softmax(scale * q k^T, masked) v, a tile of query rows of one head at a time.
+
+    One block a multiprocessor stays there and takes tiles until there are none:
+
+        load warpgroup (one warp works)      compute warpgroups, 64 rows each
+        find tile, publish it  --work slot-->  S = Q K^T      64 x tile_n   float32, registers
+        copy Q                 --Q ring----->  P = exp2(S * scale - reference), rounded to 16 bits
+        copy K, one ahead of V --K ring----->  O += P V       64 x d_v      float32, registers
+        copy V                 --V ring----->  O / row sums, to global memory straight from registers
+
+    Keys go from the last block to the first: the cut blocks of a causal tile come first.
+
+    Budget of a 128 x 128 tile at head_dim 128 (bf16, two warpgroups, two stages of each of Q, K, V):
+    shared memory 64 + 64 + 64 KB of 227; registers of a computing thread S 64 + O 64 + P 32 of 240; clocks of a
+    block of keys: tensor cores 2048, exponentials 1024, issue about 900, shared memory 1792.
+
+    Barriers (full: the copy engine's bytes have landed; empty: every reader is done):
+      q_full, q_empty   one pair for each warpgroup and Q stage; emptied by the warpgroup's 4 warps
+      k_full, k_empty   for each K stage; emptied by every compute warp; so v_full, v_empty
+      v_landed          a V block that ends early has landed and may be cleared behind its last key; load warp alone
+      work_full         a tile is published; by the load warp, for every compute warp
+      work_empty        the tile is done and its verdict written; by every compute warp, for the load warp
+    """
+
     def __init__(self, config: ForwardConfig) -> None:
         self.config = config
         self.dtype = DTYPES[config.dtype]
@@ -49,7 +73,7 @@ class Forward:
     @cute.jit
     def __call__(self, *arguments):
         config = self.config
-        given = dict(zip(argument_names(config), arguments))
+        given = dict(zip(argument_names(config), arguments, strict=True))
         q, k, v, out = (given[name] for name in ("q", "k", "v", "out"))
         heads_q, heads_kv = q.shape[q_head_mode(config)], k.shape[k_head_mode(config)]
         batch = given["cu_seqlens_q"].shape[0] - 1 if config.packed_q else q.shape[0]
@@ -745,8 +769,9 @@ class Warpgroup(Fixture):
         else:
             self.state.raise_reference(scores)
         self.state.exponentials(scores)
-        self.state.add(scores, first=True)
+        block = self.state.sums(scores)
         self.state.pack(scores, self.words)
+        self.state.add(self.words, block, first=True)
         j = j - 1
         if cutlass.const_expr(c.bounded_right):
             j = self.steps(j, ptx.most(clear_high, clear_low), limits, True)
@@ -775,17 +800,13 @@ class Warpgroup(Fixture):
                 factors, moved = self.state.raise_reference(scores)
                 self.state.lower(factors)
             self.state.exponentials(scores)
-            if cutlass.const_expr(c.late):
-                upper, lower = self.state.block_sums(scores)
-            else:
-                self.state.add(scores)
+            block = self.state.sums(scores)
             warpgroup.wait_group(0)
             self.release(self.v_ring)
             if cutlass.const_expr(c.softmax == "online"):
                 self.state.rescale(self.out, factors, moved)
             self.state.pack(scores, self.words)
-            if cutlass.const_expr(c.late):
-                self.state.add_packed(self.words, upper, lower)
+            self.state.add(self.words, block)
             j = j - 1
         return j
 
@@ -802,8 +823,9 @@ class Warpgroup(Fixture):
             self.visible(scores, j, limits, True)
             self.state.raise_to(scores, self.out)
             self.state.exponentials(scores)
-            self.state.add(scores)
+            block = self.state.sums(scores)
             self.state.pack(scores, self.words)
+            self.state.add(self.words, block)
             self.multiply_v()
             warpgroup.wait_group(0)
             self.release(self.v_ring)
