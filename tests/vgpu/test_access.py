@@ -201,8 +201,10 @@ class TestDistributedSharedMemory:
         assert report.of("exit"), str(report)
 
     def test_no_such_rank(self):
-        _, report = try_run("mapa.shared::cluster.u32 %r5, %r1, 2;", grid=2, cluster=2)
-        assert "mapa to CTA rank 2 in a cluster of 2" in str(report)
+        body = "mov.u32 %r2, 2; mapa.shared::cluster.u32 %r5, %r1, %r2;"
+        assert run(body, grid=2, cluster=2) is not None, "an address that nobody uses"
+        _, report = try_run(body + "ld.shared::cluster.b32 %r6, [%r5];", grid=2, cluster=2)
+        assert "CTA rank 2 in a cluster of 2" in str(report)
 
 
 class TestOutOfBounds:

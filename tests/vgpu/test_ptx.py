@@ -178,3 +178,17 @@ def test_a_kernel_that_is_not_there():
     module, _ = kernel("ret;")
     with pytest.raises(PtxError, match="no kernel named 'other'.*it has: k"):
         module.kernel("other")
+
+
+def test_vector_registers():
+    _, k = kernel(
+        "{ .reg .v4 .s32 abcd; mov.s32 abcd.x, 1; mov.s32 abcd.w, abcd.x; st.shared.v4.s32 [0], abcd; }"
+    )
+    stored = k.instructions[2].operands[1]
+    assert isinstance(stored, Vec) and [r.name for r in stored.items] == [
+        "abcd.x",
+        "abcd.y",
+        "abcd.z",
+        "abcd.w",
+    ]
+    assert k.instructions[0].operands[0] == stored.items[0]

@@ -207,11 +207,12 @@ def parse(text: str) -> Module:
 
 
 class _Scope:
-    __slots__ = ("families", "label_prefix", "names")
+    __slots__ = ("families", "label_prefix", "names", "vectors")
 
     def __init__(self, label_prefix: str):
         self.names: dict[str, tuple[int, str]] = {}
         self.families: dict[str, tuple[int, int]] = {}
+        self.vectors: dict[str, int] = {}
         self.label_prefix = label_prefix
 
 
@@ -429,12 +430,17 @@ class _Parser:
             kernel.registers[reg.width] = kernel.registers.get(reg.width, 0) + 1
 
     def declare(self, text: str, scope: _Scope, pos: int) -> None:
-        m = re.match(r"\.reg\s+(?:\.v[24]\s+)?\.(\w+)\s+(.*)\Z", text.strip(), re.S)
-        if m is None or m.group(1) not in REGISTER_WIDTH:
+        m = re.match(r"\.reg\s+(?:\.v([24])\s+)?\.(\w+)\s+(.*)\Z", text.strip(), re.S)
+        if m is None or m.group(2) not in REGISTER_WIDTH:
             raise PtxError(f"cannot read the declaration {text.strip()!r}", self.line_at(pos))
-        width = REGISTER_WIDTH[m.group(1)]
-        for name in m.group(2).split(","):
+        width = REGISTER_WIDTH[m.group(2)]
+        for name in m.group(3).split(","):
             name = name.strip()
+            if m.group(1):
+                scope.vectors[name] = int(m.group(1))
+                for part in "xyzw"[: int(m.group(1))]:
+                    scope.names[f"{name}.{part}"] = (width, f"{scope.label_prefix}{name}.{part}")
+                continue
             if family := re.match(r"([%\w$]+)<(\d+)>\Z", name):
                 scope.families[family.group(1)] = (width, int(family.group(2)))
             else:
@@ -537,6 +543,9 @@ class _Parser:
         register = self.register(piece, scopes, numbers)
         if register is not None:
             return register
+        for scope in reversed(scopes):
+            if piece in scope.vectors:
+                return Vec(tuple(again(f"{piece}.{part}") for part in "xyzw"[: scope.vectors[piece]]))
         base, offset = split_offset(piece, line)
         if _IDENTIFIER.match(base):
             if re.match(r"%(?:r|rd|rs|f|fd|p|h|hh)\d+\Z", base):
