@@ -16,7 +16,7 @@ from coflash import (
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
     flex_attention,
-    torch_ops,
+    operators,
 )
 from coflash.checks import Options
 from coflash.operands import Operands
@@ -47,12 +47,12 @@ def arguments(**options: Any) -> tuple[Any, ...]:
     operands = Operands(
         q, k, v, torch.randn(4, requires_grad=True), torch.rand(4, requires_grad=True), (), 0.3
     )
-    return torch_ops._pack(operands, Options("flash_attn_func", causal=True, softcap=4.0, **options), -1)
+    return operators.pack(operands, Options("flash_attn_func", causal=True, softcap=4.0, **options), -1)
 
 
 def packed_arguments() -> tuple[Any, ...]:
     operands = Operands(*qkv(), softmax_scale=0.3, cu_seqlens_q=CU, cu_seqlens_k=CU)
-    return torch_ops._pack(operands, Options("flash_attn_varlen_func", window_size=(3, 0)), -1)
+    return operators.pack(operands, Options("flash_attn_varlen_func", window_size=(3, 0)), -1)
 
 
 @pytest.mark.parametrize("make", (arguments, packed_arguments))

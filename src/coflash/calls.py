@@ -1,0 +1,220 @@
+"""A call, prepared: what its tensors' metadata and the options decide, and running it.
+
+A signature is checked once, planned once, and kept; a call then costs one look into a table.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coflash import checks, portable
+from coflash.checks import Options, Sizes
+from coflash.operands import Operands, row_dtype
+from coflash.problem import Problem
+
+__all__ = ["Call", "output_shapes", "prepare", "row_delta", "run", "sink_gradient", "without_autocast"]
+
+
+class Call:
+    """One signature, prepared: the problem, and the kernel to launch if a kernel was chosen."""
+
+    __slots__ = (
+        "launch",
+        "lse_dtype",
+        "lse_shape",
+        "options",
+        "out_shape",
+        "problem",
+        "reads_index_tensors",
+        "sizes",
+    )
+
+    def __init__(self, operands: Operands, options: Options, needs_grad: bool) -> None:
+        self.options = options
+        self.sizes = checks.describe(operands, options)
+        self.problem = _problem(operands, options, self.sizes, needs_grad)
+        self.out_shape, self.lse_shape = output_shapes(operands.q, operands.v)
+        self.lse_dtype = row_dtype(operands.q)
+        self.launch = _launcher(self.problem, operands, options)
+        self.reads_index_tensors = any(
+            x is not None
+            for x in (
+                operands.cu_seqlens_q,
+                operands.cu_seqlens_k,
+                operands.seqused_q,
+                operands.seqused_k,
+                operands.page_table,
+                operands.cache_batch_idx,
+                operands.cache_leftpad,
+            )
+        )
+
+    def with_problem(self, problem: Problem) -> Call:
+        """The same call with other functions in its problem."""
+        other = object.__new__(Call)
+        for name in Call.__slots__:
+            setattr(other, name, getattr(self, name))
+        other.problem = problem
+        return other
+
+
+def output_shapes(q: Tensor, v: Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Of the output, and of the log-sum-exp, which has heads before tokens."""
+    *batch, tokens, heads, _ = q.shape
+    return (*batch, tokens, heads, v.shape[-1]), (*batch, heads, tokens)
+
+
+def _problem(operands: Operands, options: Options, sizes: Sizes, needs_grad: bool) -> Problem:
+    o = operands
+    left, right = (None if side == -1 else side for side in options.window_size)
+    return Problem(
+        dtype=o.q.dtype,
+        device_type=o.q.device.type,
+        head_dim=sizes.head_dim,
+        head_dim_v=sizes.head_dim_v,
+        nheads_q=sizes.nheads_q,
+        nheads_kv=sizes.nheads_kv,
+        batch=sizes.batch,
+        seqlen_q=sizes.seqlen_q,
+        seqlen_k=sizes.seqlen_k,
+        packed_q=o.cu_seqlens_q is not None,
+        packed_k=o.cu_seqlens_k is not None,
+        has_seqused_q=o.seqused_q is not None,
+        has_seqused_k=o.seqused_k is not None,
+        page_size=0 if o.page_table is None else o.k.shape[1],
+        has_cache_batch_idx=o.cache_batch_idx is not None,
+        has_leftpad=o.cache_leftpad is not None,
+        causal=options.causal,
+        window_left=left,
+        window_right=right,
+        softcap=float(options.softcap),
+        has_sink=o.sink is not None,
+        score_mod=options.score_mod,
+        mask_mod=options.mask_mod,
+        block_mask_size=options.block_mask_size,
+        has_alibi=o.alibi_slopes is not None,
+        dropout_p=float(options.dropout_p),
+        deterministic=options.deterministic,
+        needs_lse=options.return_lse,
+        needs_grad=needs_grad,
+    )
+
+
+def _launcher(problem: Problem, operands: Operands, options: Options) -> Callable[..., None] | None:
+    """The kernel for a problem; None: the portable path.  Planning is imported for GPUs alone."""
+    device, backend = operands.q.device, options.backend
+    if device.type != "cuda" and backend == "kernel":
+        raise NotImplementedError(
+            f'backend="kernel" on {device}: kernels run on CUDA devices; '
+            'backend="portable" (or "auto") runs on this device'
+        )
+    empty = 0 in operands.q.shape or 0 in operands.k.shape  # nothing to launch: zeros and -inf
+    launch = None
+    if device.type == "cuda" and backend != "portable" and not empty:
+        from coflash import compiler, planning
+
+        kernel_options = None if options.kernel_options is None else dict(options.kernel_options)
+        plan = planning.plan(problem, planning.device_info(device), kernel_options, backend=backend)
+        if plan.path == "kernel":
+            launch = compiler.launcher(plan)
+            if problem.needs_grad and plan.backward == "portable":
+                _warn_of_portable_backward(plan.arch)
+    if launch is None and options.kernel_options is not None and not empty:
+        raise NotImplementedError(
+            f"kernel_options is {dict(options.kernel_options)}, but this call takes the portable path, "
+            "which has none; accepted: None"
+        )
+    return launch
+
+
+@cache
+def _warn_of_portable_backward(arch: str) -> None:
+    warnings.warn(
+        f"coflash: no backward kernel for {arch} yet: gradients take the portable path (correct, slow)",
+        stacklevel=2,
+    )
+
+
+# Calls checked and planned so far, by signature.  Packed calls may bring a new total every time, so the table
+# is emptied when it has grown large: a plan is cheap to make again.
+_CALLS: dict[tuple[Any, ...], Call] = {}
+_MOST_CALLS = 4096
+
+
+def _signature(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return x.dtype, x.shape, x.stride(), x.device, x.requires_grad
+    return None if x is None else type(x)  # what is no tensor, `checks` will refuse
+
+
+def prepare(operands: Operands, options: Options) -> Call:
+    """The checked and planned call of this signature."""
+    q, k, v, *others = operands
+    grad = torch.is_grad_enabled()
+    key: tuple[Any, ...] = (options, grad, _signature(q), _signature(k), _signature(v))
+    for x in others:
+        if x is not None and not isinstance(x, float):
+            key += tuple(map(_signature, x)) if isinstance(x, tuple) else (_signature(x),)
+        key += (None,)
+    call = _CALLS.get(key)
+    if call is None:
+        differentiable = (*operands[:5], *operands.captured)
+        needs_grad = grad and any(isinstance(t, Tensor) and t.requires_grad for t in differentiable)
+        call = Call(operands, options, needs_grad)
+        if operands.page_table is not None:
+            checks.refuse_gradients(operands, options.entry, "through paged keys and values")
+        if len(_CALLS) >= _MOST_CALLS:
+            _CALLS.clear()
+        _CALLS[key] = call
+    return call
+
+
+def without_autocast(device: torch.device) -> Any:
+    kind = device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+
+
+def run(call: Call, operands: Operands) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp, without autograd."""
+    if call.reads_index_tensors:
+        checks.check_values(operands, call.options, call.sizes)
+    if call.launch is None:
+        with torch.no_grad(), without_autocast(operands.q.device):
+            return portable.forward(call.problem, operands, portable.chosen())
+    out = torch.empty(call.out_shape, dtype=operands.q.dtype, device=operands.q.device)
+    lse = torch.empty(call.lse_shape, dtype=call.lse_dtype, device=operands.q.device)
+    call.launch(operands, out, lse)
+    return out, lse
+
+
+# -- what every backward begins with ----------------------------------------------------------------------------
+
+
+def row_delta(out: Tensor, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The output's gradient (zero if there is none), and D - dL of the module `portable.attention`."""
+    dtype = row_dtype(out)
+    if dout is None:
+        dout = torch.zeros_like(out)
+        delta = torch.zeros(out.shape[:-1], dtype=dtype, device=out.device)
+    else:
+        delta = (dout.to(dtype) * out.to(dtype)).sum(-1)
+    delta = delta.transpose(-1, -2)
+    return dout, delta.contiguous() if dlse is None else delta - dlse
+
+
+def sink_gradient(sink: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor | None:
+    """The sink is a key without a value: its weight times `0 - delta`, summed over every row of its head."""
+    if sink is None:
+        return None
+    unseen = lse == -math.inf
+    weights = torch.exp(sink.to(lse.dtype)[:, None] - lse.masked_fill(unseen, math.inf))
+    gradient = -(weights * delta).sum(-1)
+    return (gradient if gradient.dim() == 1 else gradient.sum(0)).to(sink.dtype)
