@@ -6,7 +6,7 @@ import pytest
 
 from coflash.kernels.sm100.config import SHARED_BYTES, TENSOR_COLUMNS, ForwardConfig, choose
 
-DIMS = [(d, d) for d in range(8, 257, 8)] + [(192, 128), (128, 64)]
+DIMS = [(d, d) for d in range(8, 257, 8)] + [(192, 128), (128, 64), (256, 64), (232, 96), (64, 256)]
 
 
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])

@@ -34,6 +34,7 @@ CASES = {
     "packed heads, one query": Case((1, 1), (300, 77), 16, 2, options={"pack_heads": 8, "seqused_k": True}),
     "d72, v40": Case((130,), (200,), options={"head_dim": 72, "head_dim_v": 40}),
     "d192, v128": Case((260,), (300,), window_right=0, options={"head_dim": 192, "head_dim_v": 128}),
+    "d232, v96": Case((140,), (200,), options={"head_dim": 232, "head_dim_v": 96}),
     "d256, one Q tile": Case((200,), (600,), window_right=0, inputs="rising 10", options={**D256, "ctas": 1}),
     "d256, pair": Case((300,), (300,), options=D256),
     "pair, packed, causal": Case(

@@ -92,8 +92,8 @@ class ForwardConfig:
 
     @property
     def q_tiles(self) -> int:
-        """Q tiles in ping-pong: two, unless O alone fills tensor memory."""
-        return 2 if self.tile_d_v <= 128 else 1
+        """Q tiles in ping-pong: two, unless O alone fills tensor memory, or Q shared memory."""
+        return 2 if self.head_dim_v <= 128 and self.head_dim <= 192 else 1
 
     @property
     def tile_d(self) -> int:
@@ -102,8 +102,8 @@ class ForwardConfig:
 
     @property
     def tile_d_v(self) -> int:
-        step = 16 * self.ctas
-        return _round_up(self.head_dim_v, step if self.head_dim_v <= 128 else 2 * step)
+        # With one Q tile each warpgroup brings half of O's columns down, 16 at a time.
+        return _round_up(self.head_dim_v, 16 * self.ctas * (3 - self.q_tiles))
 
     @property
     def rows(self) -> int:
