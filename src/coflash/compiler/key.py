@@ -1,8 +1,8 @@
 """The name of a compiled kernel on disk: a hash of everything that decides what the compiler makes.
 
-That is the kernel's name, its config, the architecture, the processor of the host code, the source of
-`coflash.kernels` (and of the module that compiles it), and the DSL's version. The version stands in the
-name in clear, because a machine without the DSL has to accept whichever one made the kernel.
+That is the kernel's name, its config, the architecture, the processor of the host code, the source of the kernel's
+package and of `coflash.kernels.parts` (and of the module that compiles it), and the DSL's version. The version stands
+in the name in clear, because a machine without the DSL has to accept whichever one made the kernel.
 """
 
 from __future__ import annotations
@@ -91,8 +91,12 @@ def describe(value: Any) -> Any:
 def _source(module: str) -> str:
     """Hash of the Python text that the kernel of `module` is made from."""
     here = Path(__file__).parent
-    files = [here / "dsl.py", *sorted((here.parent / "kernels").rglob("*.py"))]
-    if not module.startswith("coflash."):
+    kernels = here.parent / "kernels"
+    files = [here / "dsl.py", *sorted(kernels.glob("*.py")), *sorted((kernels / "parts").rglob("*.py"))]
+    if module.startswith("coflash.kernels."):
+        package = kernels.joinpath(*module.split(".")[2:-1])
+        files += sorted(package.rglob("*.py"))
+    else:
         spec = importlib.util.find_spec(module)
         if spec is None or spec.origin is None:
             raise ModuleNotFoundError(f"no module named {module!r}")
