@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from pathlib import Path
 
@@ -39,6 +40,8 @@ def run(args: argparse.Namespace) -> int:
         print(f'The demo needs {", ".join(missing)}: pip install "coflash[demo]"')
         return 2
 
+    # Threads that spin while they wait make a busy machine crawl; read when torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     import torch
 
     from coflash.commands._demo import corpus, errors, retrieval, training
