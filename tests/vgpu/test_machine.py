@@ -101,6 +101,20 @@ class TestBadInput:
             Machine("sm_90a").run(dataclasses.replace(launch("ret;", aligned(32)), buffers=both))
 
 
+@pytest.mark.parametrize(
+    ("target", "arch", "runs"),
+    [("sm_90a", "sm_90a", True), ("sm_90", "sm_100a", True), ("sm_90a", "sm_100a", False), ("sm_100a", "sm_103a", False),
+     ("sm_100f", "sm_103a", True), ("sm_103f", "sm_100a", False), ("sm_100", "sm_90a", False)],
+)  # fmt: skip
+def test_which_chip_runs_which_target(target, arch, runs):
+    what = launch("ret;", aligned(32), arch=target)
+    if runs:
+        assert Machine(arch).run(what).ok
+    else:
+        with pytest.raises(ValueError, match="does not run on"):
+            Machine(arch).run(what)
+
+
 class TestRaces:
     """Shared memory between two warps, with the barrier and without."""
 

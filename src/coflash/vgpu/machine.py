@@ -38,6 +38,16 @@ STOP = -1
 Step = Callable[["Convoy"], "int | None"]
 
 
+def runs_on(target: str, arch: str) -> bool:
+    """Does a chip run PTX of this target? `a` is for one chip alone, `f` for the later ones of its family."""
+    wanted, have = (int(name[3:].rstrip("af")) for name in (target, arch))
+    if target.endswith("a"):
+        return wanted == have
+    if target.endswith("f"):
+        return wanted // 10 == have // 10 and wanted <= have
+    return wanted <= have
+
+
 class Fault(Exception):
     """An error that ends the run: the kernel cannot go on in any meaningful way."""
 
@@ -406,9 +416,7 @@ class Machine:
             raise ValueError(
                 f"unsupported target {module.target!r} in the PTX: one of {', '.join(ARCHITECTURES)}"
             )
-        if module.target.rstrip("af")[:5] != self.arch.rstrip("af")[:5] and module.target.endswith(
-            ("a", "f")
-        ):
+        if not runs_on(module.target, self.arch):
             raise ValueError(f"PTX for {module.target} does not run on {self.arch}")
         self.random = random.Random(self.seed)
         self.time = 0
