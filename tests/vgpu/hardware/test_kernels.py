@@ -6,9 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.vgpu.hardware.pack import OWN, load_launch, own_name
 from tests.vgpu.mutations import kernels
 
-from coflash.vgpu import Machine, record
+from coflash.vgpu import Machine
 
 DATA = Path(__file__).parent / "data"
 
@@ -22,44 +23,29 @@ def test_the_hand_written_kernel_is_right_on_hardware():
     assert np.array_equal(hardware, problem.c)
 
 
-@pytest.mark.xdist_group("vgpu-own-kernels")
-@pytest.mark.parametrize(
-    ("name", "exact"),
-    [
-        ("d64", True),
-        pytest.param("d128 causal", False, marks=pytest.mark.slow),
-        pytest.param("d64", False, marks=pytest.mark.slow),
-        pytest.param("d128 causal", True, marks=pytest.mark.slow),
-        pytest.param("d256", True, marks=pytest.mark.slow),
-        pytest.param("d256", False, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("exact", [False, True], ids=["random", "exact"])
+@pytest.mark.parametrize("name", OWN)
 def test_own_forward_gives_the_hardwares_result(name, exact):
-    """Exact sums: the same bits. Else the sums' order and ex2's last bit may move a value to a neighbour.
+    """The very kernel that ran there. Exact sums: the same bits.
 
-    The recording is of the kernel as it was; a kernel that sums in another order still has to agree with
-    it."""
-    pytest.importorskip("cutlass")
-    torch = pytest.importorskip("torch")
-    from tests.vgpu.hardware.pack import own_call, own_name
-
-    def run(entry, arguments):
-        launches = record(entry.so, entry.ptx, function=entry.function, names=entry.arguments)(*arguments)
-        for launch in launches:
-            report = Machine(arch="sm_90a").run(launch)
-            assert report.ok, str(report)
-
-    _, _, outputs = own_call(name, exact, run)
+    Else the order in which a tensor core adds and the last bit of ex2 may move a value to its neighbour.
+    """
+    launch, outputs = load_launch(DATA / f"{own_name(name, exact)}.launch.npz")
+    report = Machine(arch="sm_90a").run(launch)
+    assert report.ok, str(report)
     recorded = np.load(DATA / "own_kernels.npz")
-    for output, value in outputs.items():
-        bits = torch.from_numpy(recorded[f"{own_name(name, exact)}/{output}"])
-        hardware, value = bits.view(value.dtype).double(), value.double()
-        if exact and output == "out":
-            assert torch.equal(value, hardware)
-            continue
-        difference = (value - hardware).abs()
-        if output == "lse":
-            assert difference.max() <= 2.0**-9  # of weights rounded to 16 bits before they are summed
-            continue
-        assert (difference <= 2.0**-7 * hardware.abs() + 1e-3 * hardware.abs().max()).all()
-        assert difference.square().mean().sqrt() <= 2.0**-10 * hardware.square().mean().sqrt()
+    bits = recorded[f"{own_name(name, exact)}/out"]
+    value = outputs["out"].view(np.uint16).reshape(bits.shape)
+    if exact:
+        assert np.array_equal(value, bits.view(np.uint16))
+    else:
+        mine, hardware = _bfloat16(value), _bfloat16(bits.view(np.uint16))
+        difference = np.abs(mine - hardware)
+        assert np.mean(difference == 0) > 0.99
+        assert np.all(difference <= 2.0**-7 * np.abs(hardware) + 1e-3 * np.abs(hardware).max())
+    lse = outputs["lse"].view(np.float32)
+    assert np.abs(lse - recorded[f"{own_name(name, exact)}/lse"].view(np.float32).reshape(-1)).max() <= 1e-5
+
+
+def _bfloat16(raw: np.ndarray) -> np.ndarray:
+    return (raw.astype(np.uint32) << 16).view(np.float32)
