@@ -34,7 +34,6 @@ ROW_KINDS: dict[str, tuple[int, Any]] = {
     "X": (64, np.float32),  # two per thread
 }
 RAW = {1: "P", 16: "H", 32: "W", 64: "D"}
-RAW_DTYPE = {1: np.bool_, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 _VIEW = {
     "u16": "H", "b16": "H", "s16": "J", "u32": "W", "b32": "W", "s32": "I", "f32": "F",
     "u64": "D", "b64": "D", "s64": "L", "f64": "G", "f32x2": "X", "pred": "P",

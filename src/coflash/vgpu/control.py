@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .codegen import RAW
 from .decode import Program, handles
 from .machine import FULL, STOP, Convoy, Fragment, Step
-from .ptx import Imm, Instruction, Pair, PtxError, Reg, Sym
+from .ptx import Imm, Instruction, Pair, PtxError, Sym
 
 
 @handles("bra")
@@ -159,11 +158,6 @@ def write_row(c: Convoy, target: tuple[int, int] | None, blocks: NDArray, where:
         row[...] = flat
     else:
         np.copyto(row, flat, where=where)
-
-
-def limits(program: Program, i: Instruction) -> Callable[[Convoy], NDArray[np.bool_] | None | bool]:
-    guard = program.guard(i)
-    return lambda c: c.active(guard)
 
 
 @handles("shfl")
@@ -423,7 +417,3 @@ def setmaxnreg(program: Program, i: Instruction) -> Step:
         return STOP
 
     return step
-
-
-def raw_rows(c: Convoy, register: Reg) -> NDArray:
-    return getattr(c.rows, RAW[register.width])[register.index]

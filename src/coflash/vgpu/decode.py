@@ -16,9 +16,6 @@ from numpy.typing import NDArray
 
 from . import ptx
 from .codegen import (
-    LOCAL_WINDOW,
-    RAW_DTYPE,
-    SHARED_WINDOW,
     Namespace,
     Translator,
     compile_run,
@@ -522,5 +519,3 @@ def _along(axis: int, letter: str) -> dict[str, Callable[[Any], Any]]:
 
 for _axis, _letter in enumerate("xyz"):
     SPECIAL |= _along(_axis, _letter)
-
-__all__ = ["LOCAL_WINDOW", "RAW_DTYPE", "SHARED_WINDOW", "Program", "find_handler", "handles"]

@@ -151,7 +151,6 @@ class SharedMemory:
         padded = -(-nbytes // 16) * 16
         self.data: Bytes = np.zeros(padded, np.uint8)
         self.views = {width: self.data.view(dtype) for width, dtype in UINT.items()}
-        self.initialised: NDArray[np.bool_] | None = None
 
     def check(self, offsets: NDArray, nbytes: int) -> None:
         if offsets.size == 0:

@@ -137,7 +137,7 @@ def _write_fragment(
 class WgmmaGroup:
     """The wgmma of one warpgroup: what is in flight."""
 
-    __slots__ = ("component", "done", "fence", "group", "issued", "key", "open", "pending")
+    __slots__ = ("component", "done", "group", "issued", "key")
 
     def __init__(self, cta: Cta, group: int):
         self.group = group
