@@ -62,9 +62,9 @@ def test_adversarial_scores(inputs: str) -> None:
     verify(Case((128,), (500,), inputs=inputs, options=D128), blocks=2)
 
 
-@pytest.mark.parametrize("polynomial, degree", [(16, 3), (0, 3)])
-def test_either_unit_alone_is_exact_enough(polynomial: int, degree: int) -> None:
-    verify(Case((128,), (256,)), polynomial=polynomial, degree=degree)
+@pytest.mark.parametrize("polynomial, dtype", [(16, "bf16"), (16, "fp16"), (0, "bf16")])
+def test_either_unit_alone_is_exact_enough(polynomial: int, dtype: str) -> None:
+    verify(Case((128,), (256,), options={"dtype": dtype}), polynomial=polynomial, degree=3)
 
 
 def test_every_completion_mode() -> None:
