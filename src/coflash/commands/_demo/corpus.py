@@ -39,10 +39,10 @@ def load(folder: Path | None) -> list[Passage]:
 
 
 def sample(passages: list[Passage], count: int) -> list[Passage]:
-    """At most `count` passages, evenly spread."""
-    if len(passages) <= count:
-        return passages
-    return [passages[i * len(passages) // count] for i in range(count)]
+    """At most `count` passages, evenly spread: of the documents, where these have enough to search in."""
+    documents = [passage for passage in passages if passage.source.endswith((".md", ".txt"))]
+    pool = documents if len(documents) >= 40 else passages
+    return pool if len(pool) <= count else [pool[i * len(pool) // count] for i in range(count)]
 
 
 def describe(folder: Path | None) -> str:
