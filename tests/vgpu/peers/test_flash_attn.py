@@ -22,7 +22,7 @@ def _explained(case: Case) -> set[str]:
     kernels"."""
     if case.arch != "sm_100a":
         return set()
-    return {"tensor_load_wait", "tensor_fence"} | ({"exit"} if case.backward else set())
+    return {"tensor_load_wait"} | ({"exit"} if case.backward else set())
 
 
 def _run(case: Case, schedules: list[tuple[str, int]]) -> tuple[dict[str, torch.Tensor], list[Finding]]:
