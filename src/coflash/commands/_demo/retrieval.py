@@ -14,7 +14,7 @@ from coflash.commands._demo.corpus import Passage
 from coflash.commands._demo.progress import Progress
 
 QUESTIONS = (
-    "What happens to a query that may not look at any key?",
+    "Which mistakes in a kernel does the virtual GPU find?",
     "How is the exponential computed without the special function unit?",
     "Where are compiled kernels kept on disk?",
 )
