@@ -90,19 +90,28 @@ class RowState(Fixture):
             scores[i] = ptx.exp2(scores[i] * self.scale + minus[i // 2 % 2])
 
     @cute.jit
-    def add(self, words: cute.Tensor, block, first: cutlass.Constexpr[bool] = False):
-        """A block into the row sums: `block` are its sums before P was rounded to `words`.
+    def add(self, scores: cute.Tensor, block):
+        """A block's probabilities into the row sums: `block` is what `sums` made of them.
 
-        What divides the output should be the sum of what its product used: with a held maximum a dominating
-        probability is no power of two, and its rounding would not cancel in the quotient.  Unpacking every element
-        costs, and matters only where one element is most of its row: a warp takes it on for blocks that hold more
-        than 2/3 of some thread's sum.  Not for the first block, whose largest probability is 1.  The sum itself
-        stays exact, for the log-sum-exp.
+        What divides the output should be the sum of what its product used, P rounded to 16 bits: with a held
+        maximum a dominating probability is no power of two, and its rounding would not cancel in the quotient.
+        Unpacking every element costs, and matters only where one element is most of its row: a warp takes it on
+        for blocks that hold more than 2/3 of some thread's sum.  The sum itself stays exact, for the log-sum-exp."""
+        if cutlass.const_expr(self.rounded_sum):
+            if self.heavy(block):
+                for i in cutlass.range_constexpr(0, cute.size(scores), 2):
+                    low, high = ptx.unpack_bf16(ptx.pack(scores[i], scores[i + 1], self.dtype))
+                    half = i // 2 % 2
+                    self.rounding[half] = self.rounding[half] + ((low - scores[i]) + (high - scores[i + 1]))
+        for half in cutlass.range_constexpr(2):
+            self.sum[half] = self.sum[half] + block[half]
 
-        It comes after packing, off the way from the exponentials to the next product."""
+    @cute.jit
+    def add_packed(self, words: cute.Tensor, block, first: cutlass.Constexpr[bool] = False):
+        """The same from packed probabilities, off the way from the exponentials to the next product.  The first
+        block's largest probability is 1: it has no need of the rounding."""
         if cutlass.const_expr(self.rounded_sum and not first):
-            heavy = (block[0] > self.sum[0] * HEAVY) | (block[1] > self.sum[1] * HEAVY)
-            if cute.arch.vote_any_sync(heavy):
+            if self.heavy(block):
                 rounded = [Float32(0.0), Float32(0.0)]
                 for i in cutlass.range_constexpr(cute.size(words)):
                     low, high = ptx.unpack_bf16(words[i])
@@ -111,6 +120,11 @@ class RowState(Fixture):
                     self.rounding[half] = self.rounding[half] + (rounded[half] - block[half])
         for half in cutlass.range_constexpr(2):
             self.sum[half] = self.sum[half] + block[half]
+
+    def heavy(self, block) -> Boolean:
+        """Whether the block is most of some row in this warp."""
+        mine = (block[0] > self.sum[0] * HEAVY) | (block[1] > self.sum[1] * HEAVY)
+        return cute.arch.vote_any_sync(mine)
 
     def sums(self, scores: cute.Tensor) -> list[Float32]:
         """Of a block's probabilities, for each of the thread's rows."""

@@ -171,7 +171,7 @@ class Forward:
             work_full: cute.struct.MemRange[Int64, WORK_SLOTS]
             work_empty: cute.struct.MemRange[Int64, WORK_SLOTS]
             work: cute.struct.MemRange[Int32, 8 * WORK_SLOTS]
-            failed: cute.struct.MemRange[Int32, WORK_SLOTS]
+            failed: cute.struct.MemRange[Int32, 16 * WORK_SLOTS]
             q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(self.q_layout())], 1024]
             k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(self.k_layout())], 1024]
             v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(self.v_layout())], 1024]
@@ -199,6 +199,8 @@ class Forward:
         shared_k = storage.k.get_tensor(k_layout.outer, swizzle=k_layout.inner)
         shared_v = storage.v.get_tensor(v_layout.outer, swizzle=v_layout.inner)
 
+        if cutlass.const_expr(c.pack_heads * c.positions < ROWS):
+            self.clear_q(storage)
         if warp == 0:
             for atom in (q_atom, k_atom, v_atom):
                 cpasync.prefetch_descriptor(atom)
@@ -211,9 +213,9 @@ class Forward:
                 ring.init(storage.v_full.data_ptr(), storage.v_empty.data_ptr(), c.v_stages, warps)
                 ring.init(storage.work_full.data_ptr(), storage.work_empty.data_ptr(), WORK_SLOTS, warps)
                 cute.arch.mbarrier_init(storage.v_landed.data_ptr(), 1)
-                failed = storage.failed.get_tensor(cute.make_layout(WORK_SLOTS))
-                for slot in range(WORK_SLOTS):
-                    failed[slot] = Int32(0)
+                verdicts = storage.failed.get_tensor(cute.make_layout(16 * WORK_SLOTS))
+                for i in range(16 * WORK_SLOTS):
+                    verdicts[i] = Int32(0)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -230,6 +232,17 @@ class Forward:
         else:
             cute.arch.setmaxregister_increase(c.registers[1])
             self.compute(storage, shared_q, shared_k, shared_v, operands)
+
+    @cute.jit
+    def clear_q(self, storage):
+        """Rows of Q that no copy fills take part in its products: their scores are dropped, but are not chance."""
+        thread, _, _ = cute.arch.thread_idx()
+        base = storage.q.data_ptr()
+        i = 8 * thread
+        while i < cute.cosize(self.q_layout()):
+            ptx.zero_16_shared_bytes(base + i)
+            i = i + 8 * self.config.threads
+        cute.arch.fence_view_async_shared()
 
     # ---- what both sides know about a tile ----
 
@@ -262,7 +275,7 @@ class Forward:
         batch, heads_q, heads_kv, max_q, max_k = operands.shape
         lane = cute.arch.lane_idx()
         work = storage.work.get_tensor(cute.make_layout((8, WORK_SLOTS)))
-        failed = storage.failed.get_tensor(cute.make_layout(WORK_SLOTS))
+        failed = storage.failed.get_tensor(cute.make_layout((16, WORK_SLOTS)))  # a word for each warp
         slots = Ring(storage.work_full.data_ptr(), storage.work_empty.data_ptr(), WORK_SLOTS, True)
         q_rings = [
             Ring(
@@ -289,10 +302,10 @@ class Forward:
         while kind != END:
             slots.wait_empty()
             slot = slots.stage
-            again = Int32(0)
+            again = Boolean(False)
             if cutlass.const_expr(c.softmax == "held"):
-                again = failed[slot]
-            if again != 0:
+                again = cute.arch.vote_any_sync(failed[lane % 16, slot] != 0)
+            if again:
                 for i in cutlass.range_constexpr(8):
                     info[i] = work[i, slot]
                 kind = Int32(EXACT)
@@ -313,7 +326,8 @@ class Forward:
                 work[KIND, slot] = kind
                 for i in cutlass.range_constexpr(1, 8):
                     work[i, slot] = info[i]
-                failed[slot] = Int32(0)
+                for warp in cutlass.range_constexpr(4 * c.warpgroups):
+                    failed[warp, slot] = Int32(0)
                 cute.arch.mbarrier_arrive(slots.full + slot)
             cute.arch.sync_warp()
             slots.advance()
@@ -569,7 +583,7 @@ class Forward:
         v_ring = Ring(storage.v_full.data_ptr(), storage.v_empty.data_ptr(), c.v_stages, False)
         slots = Ring(storage.work_full.data_ptr(), storage.work_empty.data_ptr(), WORK_SLOTS, False)
         work = storage.work.get_tensor(cute.make_layout((8, WORK_SLOTS)))
-        failed = storage.failed.get_tensor(cute.make_layout(WORK_SLOTS))
+        failed = storage.failed.get_tensor(cute.make_layout((16, WORK_SLOTS)))  # a word for each warp
         scale = operands.softmax_scale * ptx.LOG2_E
         if cutlass.const_expr(c.softcap):
             scale = Float32(ptx.LOG2_E)
@@ -648,7 +662,7 @@ class Warpgroup(Fixture):
                 bad = self.tile(info, kind == EXACT)
                 if cutlass.const_expr(c.softmax == "held"):
                     if cute.arch.vote_any_sync(bad):
-                        failed[slot] = Int32(1)
+                        failed[self.group * 4 + self.thread // 32, slot] = Int32(1)
             cute.arch.sync_warp()
             if self.lane == 0:
                 cute.arch.mbarrier_arrive(slots.empty + slot)
@@ -771,7 +785,7 @@ class Warpgroup(Fixture):
         self.state.exponentials(scores)
         block = self.state.sums(scores)
         self.state.pack(scores, self.words)
-        self.state.add(self.words, block, first=True)
+        self.state.add_packed(self.words, block, first=True)
         j = j - 1
         if cutlass.const_expr(c.bounded_right):
             j = self.steps(j, ptx.most(clear_high, clear_low), limits, True)
@@ -801,12 +815,15 @@ class Warpgroup(Fixture):
                 self.state.lower(factors)
             self.state.exponentials(scores)
             block = self.state.sums(scores)
+            if cutlass.const_expr(c.settle == "before"):
+                self.state.add(scores, block)
             warpgroup.wait_group(0)
             self.release(self.v_ring)
             if cutlass.const_expr(c.softmax == "online"):
                 self.state.rescale(self.out, factors, moved)
             self.state.pack(scores, self.words)
-            self.state.add(self.words, block)
+            if cutlass.const_expr(c.settle == "after"):
+                self.state.add_packed(self.words, block)
             j = j - 1
         return j
 
@@ -825,7 +842,7 @@ class Warpgroup(Fixture):
             self.state.exponentials(scores)
             block = self.state.sums(scores)
             self.state.pack(scores, self.words)
-            self.state.add(self.words, block)
+            self.state.add_packed(self.words, block)
             self.multiply_v()
             warpgroup.wait_group(0)
             self.release(self.v_ring)
