@@ -559,7 +559,7 @@ class Forward:
                 else:
                     target = Target(call, work, row, Float32(0.0), Float32(-INFINITY))
                     for first in cutlass.range_constexpr(0, c.tile_d_v, target.chunk):
-                        target.store(first, [Float32(0.0)] * target.chunk)
+                        target.store_nothing(first)
             work.take()
 
 

@@ -75,13 +75,18 @@ class Target(Fixture):
             else:
                 call.lse[work.batch, head, position] = lse
 
+    def store(self, first: int, values: list) -> None:
+        """O's columns from `first` on, divided by the row's sum."""
+        self._store(first, chunks.rounded(values, op.twice(self.factor), self.config.dtype))
+
+    def store_nothing(self, first: int) -> None:
+        """Zeros, for a row that sees no key."""
+        self._store(first, [Int32(0)] * (self.chunk // 2))
+
     @cute.jit
-    def store(self, first: cutlass.Constexpr[int], values):
-        """Columns from `first` on."""
-        c = self.config
+    def _store(self, first: cutlass.Constexpr[int], words):
         if self.there:
-            words = chunks.rounded(values, op.twice(self.factor), c.dtype)
-            size = store_bytes(c) // 4
+            size = store_bytes(self.config) // 4
             for i in cutlass.range_constexpr(0, self.chunk // 2, size):
-                if cutlass.const_expr(first + 2 * i < c.head_dim_v):
+                if cutlass.const_expr(first + 2 * i < self.config.head_dim_v):
                     op.store_global(self.address + (2 * first + 4 * i), words[i : i + size])
