@@ -75,8 +75,8 @@ class RowState(Fixture):
     def rescale(self, out: cute.Tensor, factors, moved: Boolean):
         """Bring the output down; a warp none of whose maxima moved skips the multiplications."""
         if cute.arch.vote_any_sync(moved):
-            for i in cutlass.range_constexpr(cute.size(out)):
-                out[i] = out[i] * factors[i // 2 % 2]
+            for half in cutlass.range_constexpr(2):
+                scale_row(out, half, factors[half])
 
     # ---- every block ----
 
@@ -160,6 +160,13 @@ class RowState(Fixture):
     def in_bounds(self, half: int) -> Boolean:
         """False also for NaN."""
         return (self.sum[half] < SUM_MOST) & (self.sum[half] > SUM_LEAST)
+
+
+def scale_row(out: cute.Tensor, half: int, factor: Float32) -> None:
+    """Multiply one of a thread's rows."""
+    for i in range(cute.size(out)):
+        if i // 2 % 2 == half:
+            out[i] = out[i] * factor
 
 
 def row_maxima(scores: cute.Tensor) -> list[Float32]:

@@ -193,7 +193,7 @@ class Forward:
     ):
         c = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        storage = cutlass.utils.SmemAllocator().allocate(self.shared_storage())
+        storage = cutlass.memory.SmemAllocator().allocate(self.shared_storage())
         q_layout, k_layout, v_layout = self.q_layout(), self.k_layout(), self.v_layout()
         shared_q = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
         shared_k = storage.k.get_tensor(k_layout.outer, swizzle=k_layout.inner)
@@ -868,9 +868,7 @@ class Warpgroup(Fixture):
             total = state.sum[half]
             used = total + state.rounding[half]
             factor = ptx.choose(total == 0.0, Float32(0.0), down * cute.arch.rcp_approx(used))
-            for i in cutlass.range_constexpr(cute.size(self.out)):
-                if cutlass.const_expr(i // 2 % 2 == half):
-                    self.out[i] = self.out[i] * factor
+            softmax.scale_row(self.out, half, factor)
             if cutlass.const_expr(c.packed_q):
                 row = operands.out[info[FIRST_Q] + positions[half], heads[half], None]
             else:
