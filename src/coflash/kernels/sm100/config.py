@@ -51,7 +51,7 @@ class ForwardConfig:
     degree: int = 3  # of that polynomial
     early_keys: int = 96  # of a block's 128 keys, those whose P is handed over first
     dynamic: bool = False  # tiles by cluster launch control; else every cluster strides through them
-    registers: tuple[int, int, int] = (192, 80, 48)  # of a thread: softmax, epilogue, other warps
+    registers: tuple[int, int, int] = (184, 96, 48)  # of a thread: softmax, epilogue, other warps
 
     def __post_init__(self) -> None:
         if self.dtype not in NAMES:
