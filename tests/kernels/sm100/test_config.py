@@ -6,6 +6,7 @@ import pytest
 
 from coflash.kernels.sm100.config import SHARED_BYTES, TENSOR_COLUMNS, ForwardConfig, choose
 
+EVERYTHING = dict.fromkeys(("bounded_left", "bounded_right", "softcap", "packed_q", "packed_k"), True)
 DIMS = [(d, d) for d in range(8, 257, 8)] + [(192, 128), (128, 64), (256, 64), (232, 96), (64, 256)]
 
 
@@ -46,6 +47,7 @@ def test_what_does_not_fit_is_refused_with_the_sum(changes: dict, word: str) -> 
         ("sm_100a", {"head_dim": 128, "head_dim_v": 128}),
         ("sm_103a", {"head_dim": 128, "head_dim_v": 128, "bounded_right": True, "lse": True}),
         ("sm_100a", {"head_dim": 256, "head_dim_v": 256, "bounded_right": True, "lse": True}),
+        ("sm_100a", {"head_dim": 128, "head_dim_v": 128, "sink": True, "lse": True, **EVERYTHING}),
     ],
     ids=str,
 )

@@ -244,6 +244,8 @@ def choose(arch: str, **features: Any) -> ForwardConfig:
         alone = bounded or features.get("packed_q", False) or features.get("pack_heads", 1) > 1
         draft["ctas"] = 2 if max(dim, dim_v) > 128 or (dim == 128 and not alone) else 1
     config = ForwardConfig(**draft)
+    if "registers" not in features and config.q_tiles == 2:
+        config = replace(config, registers=(184, 80, 64))  # narrower rows of O, more state in the MMA thread
     if "q_stages" not in features:
         config = _grown(config, "q_stages", 2, keep=4 * BLOCK * 128 * 2 // config.kv_bytes)
     if "kv_stages" not in features:
