@@ -18,15 +18,26 @@ NAMES = {
 _BASE = Problem(torch.bfloat16, "cuda", 128, 128, 16, 16, 2, 4096, 4096)
 
 
+LENGTHS = (1024, 16384)  # the table of choices tells short from long
+
+
 def problems(name: str) -> Iterator[Problem]:
-    """The calls of a preset."""
-    if name == "minimal":
-        for dim in (64, 128, 256):
-            for causal in (False, True):
-                yield replace(_BASE, head_dim=dim, head_dim_v=dim, causal=causal)
-        return
-    if name != "common":
+    """The calls of a preset, short and long ones: where the same kernel does both, it appears twice."""
+    if name not in NAMES:
         raise ValueError(f"preset {name!r}: one of {', '.join(NAMES)}")
+    for call in _minimal() if name == "minimal" else _common():
+        for length in LENGTHS:
+            queries = 1 if call.seqlen_q == 1 else length
+            yield replace(call, seqlen_q=queries, seqlen_k=length)
+
+
+def _minimal() -> Iterator[Problem]:
+    for dim in (64, 128, 256):
+        for causal in (False, True):
+            yield replace(_BASE, head_dim=dim, head_dim_v=dim, causal=causal)
+
+
+def _common() -> Iterator[Problem]:
     for dtype in (torch.bfloat16, torch.float16):
         for dim, dim_v in ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256)):
             call = replace(_BASE, dtype=dtype, head_dim=dim, head_dim_v=dim_v)
