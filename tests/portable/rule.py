@@ -18,6 +18,7 @@ from torch import Tensor
 from coflash.portable import Numerics, using
 
 ORDERS = 4
+FEW = 64
 MANY = 2048  # elements from which on a mean says something
 Rows = Callable[[Tensor, int], Tensor]
 
@@ -146,7 +147,8 @@ def check(call: Call, mean_rule: bool = True) -> None:
         assert result.shape == truth[name].shape, name
         error = _errors(result, truth[name])
         allowed = max(float(_errors(p[name], truth[name]).max()) for p in plain)
-        rounding = eps * scales.get(name, 0.0)
+        # The largest of a few errors scatters widely, ours as well as plain PyTorch's: one more rounding there.
+        rounding = eps * scales.get(name, 0.0) * (2 if result.numel() < FEW else 1)
         limit = 2 * allowed + rounding
         assert not error.isnan().any(), f"{name}: NaN where the dense formula has none"
         assert error.max() <= limit, (

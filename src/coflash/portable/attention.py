@@ -48,7 +48,7 @@ def forward(problem: Problem, operands: Operands, numerics: Numerics) -> tuple[T
             if factor is not None:
                 accumulator[:n].mul_(factor)
             accumulator[:n].baddbmm_(call.round(call.drop(weights, tile)), call.load_columns(v, tile))
-        accumulator.mul_(softmax.normalizer())
+        accumulator.div_(softmax.divisor())
         call.store_rows(out, block, accumulator)
         call.store_rows(lse[..., None], block, softmax.lse(lse.dtype))
     return out, call.by_head(lse)

@@ -103,9 +103,9 @@ class OnlineSoftmax:
         total.add_(weights.sum(-1, keepdim=True))
         return weights, factor
 
-    def normalizer(self) -> Tensor:
-        """What the accumulator is multiplied by at the end; 0 for a row that has seen nothing."""
-        return torch.where(self.sum == 0, 0.0, 1.0 / self.sum)
+    def divisor(self) -> Tensor:
+        """What the accumulator is divided by at the end; 1 for a row that has seen nothing, which is 0."""
+        return torch.where(self.sum == 0, 1.0, self.sum)
 
     def lse(self, dtype: torch.dtype) -> Tensor:
         """Natural log-sum-exp of every row."""
