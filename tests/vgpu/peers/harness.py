@@ -9,6 +9,7 @@ results.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import sys
 import tempfile
@@ -38,6 +39,22 @@ class Call:
         for launch in made:
             launch.name = self.name
         return made
+
+
+def _import_without_triton() -> None:
+    """Import quack where triton isn't installed: it asks for it at import, for an autotuner nothing here uses.
+
+    The stand-in goes away again, so that torch does not take it for the real one.
+    """
+    if importlib.util.find_spec("triton") is not None:
+        return
+    import torch._inductor.runtime.hints  # noqa: F401  (looks for triton when first imported)
+
+    sys.modules["triton"] = mock.MagicMock(__spec__=None)
+    try:
+        import quack.autotuner  # noqa: F401
+    finally:
+        del sys.modules["triton"]
 
 
 _last_arch = [""]
@@ -79,6 +96,7 @@ def peer_session(arch: str, on_call: Callable[[Call], None]) -> Iterator[None]:
         folder = os.environ.get("COFLASH_PEERS")
         if folder and folder not in sys.path:
             sys.path.append(folder)
+        _import_without_triton()
         import cutlass.cute as cute
         from cutlass.cute import runtime
         from cutlass.cutlass_dsl import CuTeDSL

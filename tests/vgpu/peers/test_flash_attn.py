@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,6 @@ from tests.vgpu.peers.cases import CASES, Case, allowed_error, answers, inputs, 
 from tests.vgpu.peers.harness import Call
 
 from coflash.vgpu import Finding, check
-
-pytestmark = pytest.mark.peers
 
 SCHEDULES = [("round-robin", 0), ("lazy", 0), ("random", 0)]
 
@@ -36,8 +35,27 @@ def _run(case: Case, schedules: list[tuple[str, int]]) -> tuple[dict[str, torch.
     return run(case, inputs(case), on_call), findings
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize("case", [*CASES["sm_90a"], *CASES["sm_100a"]], ids=str)
 def test_answer_and_findings(case):
+    _check_answer_and_findings(case)
+
+
+FEW = [
+    Case("sm_90a", 64, 200, 200, causal=True),
+    Case("sm_100a", 128, 256, 256),
+    Case("sm_100a", 64, 128, 256, backward=True),
+]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("flash_attn") is None, reason="flash-attn-4 isn't installed")
+@pytest.mark.parametrize("case", FEW, ids=str)
+def test_answer_and_findings_of_a_few(case):
+    assert case in CASES[case.arch]
+    _check_answer_and_findings(case)
+
+
+def _check_answer_and_findings(case: Case) -> None:
     made, findings = _run(case, SCHEDULES)
     given = inputs(case)
     right, allowed = answers(case, given, torch.float64), allowed_error(case, given)
@@ -51,6 +69,7 @@ def test_answer_and_findings(case):
 HARDWARE = Path(__file__).parents[1] / "hardware" / "data" / "kernels.npz"
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize("case", CASES["sm_90a"], ids=str)
 def test_same_result_as_an_h200(case):
     """Where the arithmetic is exact, the same bits; else within the bound of a different order of
