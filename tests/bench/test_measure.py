@@ -157,9 +157,10 @@ def test_an_unknown_provider():
         providers.available(CPU, ["xformers"])
 
 
-def test_host_times_are_of_every_provider_that_takes_the_call():
+def test_host_times_are_of_every_provider_that_takes_the_call(monkeypatch):
     from coflash.bench import host
 
+    monkeypatch.setattr(timing, "WARM_UP_SECONDS", 0.0)
     several = [
         provider("coflash", sdpa),
         provider("refusing", refusing),

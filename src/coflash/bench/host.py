@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -17,21 +18,29 @@ from coflash.bench.shapes import Shape
 TINY = Shape("host", "b1 h4 128 x 128 d64", 1, 4, 4, 64, 64, 128, 128)
 
 
+ROUNDS = 3
+
+
 def tiny_calls(providers: list[Provider], device: torch.device) -> dict[str, dict[str, float]]:
-    """Seconds until a forward call returns: without gradients, and recording them."""
-    found: dict[str, dict[str, float]] = {}
-    for provider in providers:
-        for name, grad in (("no_grad", False), ("grad", True)):
-            if grad and not provider.backward:
-                continue
-            t = tensors.make(TINY, device, grad=grad)
-            try:
-                call = provider.prepare(t)
-                with torch.set_grad_enabled(grad), call.context():
-                    found.setdefault(provider.name, {})[name] = timing.host(call.forward, device)
-            except (Unsupported, NotImplementedError):
-                continue
-    return found
+    """Seconds until a forward call returns: without gradients, and recording them; the median of several rounds."""
+    rounds: dict[str, dict[str, list[float]]] = {}
+    for _ in range(ROUNDS):
+        for provider in providers:
+            for name, grad in (("no_grad", False), ("grad", True)):
+                if grad and not provider.backward:
+                    continue
+                t = tensors.make(TINY, device, grad=grad)
+                try:
+                    call = provider.prepare(t)
+                    with torch.set_grad_enabled(grad), call.context():
+                        seconds = timing.host(call.forward, device)
+                except (Unsupported, NotImplementedError):
+                    continue
+                rounds.setdefault(provider.name, {}).setdefault(name, []).append(seconds)
+    return {
+        provider: {name: statistics.median(each) for name, each in kinds.items()}
+        for provider, kinds in rounds.items()
+    }
 
 
 _FIRST = """

@@ -14,6 +14,8 @@ import torch
 
 from coflash.bench.providers import Context
 
+WARM_UP_SECONDS = 0.1
+
 
 @dataclass(frozen=True)
 class Timed:
@@ -64,23 +66,25 @@ def series(call: Callable[[], object], device: torch.device, repeats: int) -> li
 def host(call: Callable[[], object], device: torch.device, batches: int = 20, calls: int = 50) -> float:
     """Seconds of processor time until a call returns; the device must be faster than that to keep up.
 
-    The median over batches, each short enough that the device's queue never fills and makes the call wait.
+    The median over batches, each short enough that the device's queue never fills and makes the call wait; after
+    a warm-up long enough for the processor's clock to rise.
     """
 
     def synchronize() -> None:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    for _ in range(calls):
+    until = time.perf_counter() + WARM_UP_SECONDS
+    while time.perf_counter() < until:
         call()
+        synchronize()
     found = []
     for _ in range(batches):
-        synchronize()
         started = time.perf_counter()
         for _ in range(calls):
             call()
         found.append((time.perf_counter() - started) / calls)
-    synchronize()
+        synchronize()
     return statistics.median(found)
 
 
