@@ -81,7 +81,10 @@ def test_every_choice(row, masked: bool, tmp_path: Path) -> None:
     ids=" ".join,
 )
 @pytest.mark.parametrize("row", SM90_FORWARD)
-def test_every_choice_with_features(row, features: dict, tmp_path: Path) -> None:
+def test_every_choice_with_features(row, features: dict, tmp_path: Path, request) -> None:
+    if row.head_dim == 256 and "packed_q" in features:
+        reason = "the load warp spills 28 bytes: it has 24 registers, and packed sequences ask for more"
+        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
     fields = {**row.fields, **features}
     check(
         ForwardConfig(dtype="bf16", head_dim=row.head_dim, head_dim_v=row.head_dim_v, lse=True, **fields),
