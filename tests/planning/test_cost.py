@@ -130,14 +130,14 @@ def test_no_queries_cost_no_tiles():
     assert estimate.tiles == 0 and estimate.flop == 0
 
 
-# TFLOP/s on one H200, in one run while the kernel was tuned: 1k, 4k and 16k.
+# TFLOP/s on one H200, in one run of `coflash bench`: 1k, 4k and 16k.
 MEASURED = {
-    (64, False): (466, 546, 568),
-    (128, False): (630, 712, 747),
-    (256, False): (646, 725, 720),
-    (64, True): (382, 470, 543),
-    (128, True): (512, 659, 737),
-    (256, True): (568, 658, 716),
+    (64, False): (518, 555, 573),
+    (128, False): (698, 782, 781),
+    (256, False): (728, 781, 765),
+    (64, True): (441, 589, 587),
+    (128, True): (521, 729, 766),
+    (256, True): (579, 742, 757),
 }
 
 
