@@ -35,6 +35,7 @@ class Call:
         "problem",
         "reads_index_tensors",
         "sizes",
+        "writes_lse",
     )
 
     def __init__(self, operands: Operands, options: Options, needs_grad: bool) -> None:
@@ -43,6 +44,7 @@ class Call:
         self.problem = _problem(operands, options, self.sizes, needs_grad)
         self.out_shape, self.lse_shape = output_shapes(operands.q, operands.v)
         self.lse_dtype = row_dtype(operands.q)
+        self.writes_lse = options.return_lse or needs_grad
         self.launch = _launcher(self.problem, operands, options)
         self.reads_index_tensors = any(
             x is not None
@@ -189,8 +191,9 @@ def run(call: Call, operands: Operands) -> tuple[Tensor, Tensor]:
     if call.launch is None:
         with torch.no_grad(), without_autocast(operands.q.device):
             return portable.forward(call.problem, operands, portable.chosen())
-    out = torch.empty(call.out_shape, dtype=operands.q.dtype, device=operands.q.device)
-    lse = torch.empty(call.lse_shape, dtype=call.lse_dtype, device=operands.q.device)
+    out = operands.q.new_empty(call.out_shape)
+    # A kernel made for a call that needs no lse writes none; what stands in for it is read by nobody.
+    lse = operands.q.new_empty(call.lse_shape, dtype=call.lse_dtype) if call.writes_lse else out
     call.launch(operands, out, lse)
     return out, lse
 

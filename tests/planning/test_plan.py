@@ -200,15 +200,24 @@ def test_presets_can_be_planned(name, arch):
     assert len(configs) >= 6
 
 
-@pytest.mark.parametrize("seqlen", [1, 100, 2048, 2049, 9000, 131072])
-def test_a_preset_holds_the_kernels_of_every_length(seqlen):
-    held = {plan(p, H200).config for p in presets.problems("common")}
-    for dim in (64, 96, 128, 256):
-        for causal in (False, True):
-            problem = replace(
-                BASE, head_dim=dim, head_dim_v=dim, causal=causal, seqlen_q=seqlen, seqlen_k=seqlen
-            )
-            assert plan(problem, H200).config in held
+@pytest.mark.parametrize("name", presets.NAMES)
+def test_a_preset_holds_the_kernels_of_every_length(name):
+    """Lengths, batch and the number of heads vary from call to call; a folder without a compiler must hold them all."""
+    held = {plan(p, H200).config for p in presets.problems(name)}
+    lengths = [1, 3, 17, 64, 100, 300, 1023, 1024, 2048, 2049, 6000, 9000, 16384, 65536]
+    for call in {replace(p, seqlen_q=1, seqlen_k=1): None for p in presets.problems(name)}:
+        for seqlen_q in lengths:
+            for seqlen_k in lengths:
+                for batch, times in ((1, 1), (64, 3)):
+                    varied = replace(
+                        call,
+                        batch=batch,
+                        seqlen_q=seqlen_q,
+                        seqlen_k=seqlen_k,
+                        nheads_q=call.nheads_q * times,
+                        nheads_kv=call.nheads_kv * times,
+                    )
+                    assert plan(varied, H200).config in held, varied
 
 
 def test_an_unknown_preset():

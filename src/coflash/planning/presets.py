@@ -18,17 +18,19 @@ NAMES = {
 _BASE = Problem(torch.bfloat16, "cuda", 128, 128, 16, 16, 2, 4096, 4096)
 
 
-LENGTHS = (1024, 16384)  # the table of choices tells short from long
+# The table of choices tells short keys from long ones, and few queries of a grouped head from many.
+LENGTHS = (1024, 16384)
+FEW_QUERIES = 1
 
 
 def problems(name: str) -> Iterator[Problem]:
-    """The calls of a preset, short and long ones: where the same kernel does both, it appears twice."""
+    """The calls of a preset, at every kind of length: where the same kernel does several, it appears as often."""
     if name not in NAMES:
         raise ValueError(f"preset {name!r}: one of {', '.join(NAMES)}")
     for call in _minimal() if name == "minimal" else _common():
         for length in LENGTHS:
-            queries = 1 if call.seqlen_q == 1 else length
-            yield replace(call, seqlen_q=queries, seqlen_k=length)
+            for queries in (FEW_QUERIES, length) if call.group_size > 1 else (length,):
+                yield replace(call, seqlen_q=queries, seqlen_k=length)
 
 
 def _minimal() -> Iterator[Problem]:
@@ -46,9 +48,10 @@ def _common() -> Iterator[Problem]:
                     yield replace(call, causal=causal, needs_grad=grad)
                     yield replace(call, causal=causal, needs_grad=grad, packed_q=True, packed_k=True)
         for dim in (64, 128):
-            for group in (4, 8):  # one token for each sequence, against a cache of its own length
-                decode = replace(_BASE, dtype=dtype, head_dim=dim, head_dim_v=dim, seqlen_q=1)
-                yield replace(decode, nheads_q=8 * group, nheads_kv=8, has_seqused_k=True)
+            for group in (4, 8):  # new tokens of each sequence, against a cache of its own length
+                cached = replace(_BASE, dtype=dtype, head_dim=dim, head_dim_v=dim, has_seqused_k=True)
+                for causal in (False, True):
+                    yield replace(cached, nheads_q=8 * group, nheads_kv=8, causal=causal)
         for grad in (False, True):
             windowed = replace(_BASE, dtype=dtype, head_dim=64, head_dim_v=64, nheads_q=64, nheads_kv=8)
             yield replace(windowed, causal=True, window_left=127, has_sink=True, needs_grad=grad)
