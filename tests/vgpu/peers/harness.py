@@ -102,7 +102,13 @@ def peer_session(arch: str, on_call: Callable[[Call], None]) -> Iterator[None]:
         from cutlass.cutlass_dsl import CuTeDSL
         from cutlass.utils import HardwareInfo
 
-        stack.enter_context(mock.patch.object(CuTeDSL._get_dsl().envar, "arch", arch))
+        # The DSL reads its environment once a process, perhaps before this.
+        for name, value in [
+            ("arch", arch),
+            ("keep_ptx", True),
+            ("dump_dir", environment["CUTE_DSL_DUMP_DIR"]),
+        ]:
+            stack.enter_context(mock.patch.object(CuTeDSL._get_dsl().envar, name, value))
         from_dlpack = runtime.from_dlpack
         for owner, name, value in [
             (HardwareInfo, "__init__", lambda self, *_: None),
