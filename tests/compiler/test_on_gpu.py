@@ -240,9 +240,9 @@ def test_past_two_to_the_31_elements(which):
             assert_right(out[:, :, part], q[:, :, part], k[:, :, part], v[:, :, part])
 
 
-@pytest.mark.parametrize(("grad", "bar"), [(False, 40e-6), (True, 50e-6)])
+@pytest.mark.parametrize(("grad", "bar"), [(False, 37e-6), (True, 37e-6)])
 def test_host_time_of_a_tiny_call(grad, bar):
-    """Below what PyTorch's own attention takes; docs/performance.md has what was measured."""
+    """A quarter of flash-attn-4's 147 µs, which is below PyTorch's own attention too."""
     from coflash.bench import timing
 
     q, k, v = qkv(batch=1, seqlen=128, grad=grad)
@@ -274,7 +274,7 @@ def test_first_calls(tmp_path):
     cold = first_call(COFLASH_CACHE=str(tmp_path), COFLASH_CACHE_READONLY="")
     warm = first_call(COFLASH_CACHE=str(tmp_path), COFLASH_CACHE_READONLY="")
     assert warm < 0.5
-    assert cold < 10.0  # most of it in the DSL: 6.4 s measured; below 2.5 s is the aim
+    assert cold < 2.5
 
 
 WITHOUT_DSL = """
