@@ -12,7 +12,8 @@ were issued). Barriers join and hand over both.
 
 The third clock, `vc[TENSOR]`, is what tcgen05.fence orders: a thread's own tcgen05.ld and st get into it at a
 fence::before_thread_sync (a commit does that by itself), and what barriers bring arrives in it at a
-fence::after_thread_sync. tcgen05 operations are held against it too, in kernels that use these fences at all.
+fence::after_thread_sync. tcgen05 operations are held against it too, in kernels that use these fences at all. Between
+these two fences a relaxed arrival and a relaxed wait are enough to order tcgen05 operations, and order nothing else.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ class Clocks:
         self.unfenced = np.zeros((warps, CAPACITY), np.int32)  # brought by barriers, no fence::after yet
         self.tensor = np.zeros(CAPACITY, np.bool_)
         self.tensor_fences = False
+        # What a tcgen05.fence::before_thread_sync made fit for relaxed arrivals: of tcgen05 agents alone.
+        self.tensor_fenced = np.zeros((3, warps, CAPACITY), np.int32)
         own = np.arange(warps)
         self.vc[GENERIC, own, own + 1] = 1
 
@@ -88,6 +91,14 @@ class Clocks:
             np.maximum(mine, self.unfenced[row], out=mine)
         else:
             mine[own] = self.vc[GENERIC, row, own]
+            n = self.used
+            np.copyto(self.tensor_fenced[:, row, :n], self.vc[:, row, :n], where=self.tensor[:n])
+
+    def acquire_tensor(self, row: int, source: Clock) -> None:
+        """What a relaxed wait brought of tcgen05 agents, at the fence::after_thread_sync behind it."""
+        n = self.used
+        mine = self.vc[:, row, :n]
+        np.maximum(mine, source[:, :n], out=mine, where=self.tensor[:n])
 
     def proxy_fence(self, rows: list[int] | NDArray[np.intp]) -> None:
         """fence.proxy.async: what the warp knows, the async proxy sees from here on."""

@@ -809,6 +809,7 @@ def release(warps: list[Warp], into: Any, relaxed: bool) -> None:
         clocks.release([w.row for w in warps], into)
         return
     for w in warps:
+        np.maximum(into, clocks.tensor_fenced[:, w.row], out=into)
         fenced = w.extra.get("fenced")
         if fenced is not None:
             np.maximum(into, fenced, out=into)

@@ -853,8 +853,10 @@ def tensor_fence(program: Program, i: Instruction) -> Step:
         if not c.machine.track:
             return
         for warp in c.shape.warps:
-            state = _warp_tensor(warp)
-            c.cta.cluster.clocks.tensor_fence(warp.row, after, [state.component_ld, state.component_st])
+            state, clocks = _warp_tensor(warp), c.cta.cluster.clocks
+            clocks.tensor_fence(warp.row, after, [state.component_ld, state.component_st])
+            if after and "to acquire" in warp.extra:
+                clocks.acquire_tensor(warp.row, warp.extra["to acquire"])
 
     return step
 

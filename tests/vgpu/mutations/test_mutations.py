@@ -3,6 +3,8 @@ not."""
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from tests.vgpu.mutations import kernels
 from tests.vgpu.mutations.mutate import FAMILIES, Mutation, mutations
@@ -92,3 +94,40 @@ def _is_clean(arch: str, schedule: str, seed: int) -> None:
     report = Machine(arch=arch, schedule=schedule, seed=seed).run(problem.launch)
     assert report.ok, str(report)
     assert problem.is_right()
+
+
+def _relaxed(ptx: str, *instructions: str) -> str:
+    for text in instructions:
+        assert ptx.count(text) == 1
+        ptx = ptx.replace(text, re.sub(r"(parity|arrive)\.", r"\1.relaxed.cluster.", text))
+    return ptx
+
+
+ARRIVE_P = "mbarrier.arrive.shared::cta.b64 %state, [%p_ready]"
+WAIT_P, WAIT_V = (
+    f"mbarrier.try_wait.parity.shared::cta.b64 %ready, [{b}], 0" for b in ("%p_ready", "%v_ready")
+)
+RELAXED = _relaxed(kernels.BLACKWELL, ARRIVE_P, WAIT_P)
+
+
+@pytest.mark.parametrize("schedule", ["lazy", "eager"])
+def test_relaxed_barriers_order_tensor_memory_between_tcgen05_fences(schedule):
+    problem = kernels.blackwell(RELAXED)
+    report = Machine(arch="sm_100a", schedule=schedule).run(problem.launch)
+    assert report.ok, str(report)
+    assert problem.is_right()
+
+
+@pytest.mark.parametrize("side", ["before", "after"])
+def test_relaxed_barriers_order_nothing_without_a_fence_on_either_side(side):
+    fence = f"tcgen05.fence::{side}_thread_sync;"
+    barrier = RELAXED.index(f"{'arrive' if side == 'before' else 'parity'}.relaxed")
+    at = RELAXED.rindex(fence, 0, barrier) if side == "before" else RELAXED.index(fence, barrier)
+    ptx = RELAXED[:at] + RELAXED[at + len(fence) :]
+    report = Machine(arch="sm_100a").run(kernels.blackwell(ptx).launch)
+    assert "races" in {finding.check for finding in report.findings}
+
+
+def test_relaxed_barriers_do_not_order_shared_memory():
+    report = Machine(arch="sm_100a").run(kernels.blackwell(_relaxed(RELAXED, WAIT_V)).launch)
+    assert "races" in {finding.check for finding in report.findings}
