@@ -26,12 +26,13 @@ MULTIPROCESSORS = {"sm_90a": 132, "sm_100a": 148}
 
 @dataclass
 class Call:
-    """One call of a compiled function: the exported object, its PTX, and the arguments (host tensors and
-    scalars)."""
+    """One call of a compiled function: the exported object, its PTX and machine code, and the arguments (host
+    tensors and scalars)."""
 
     name: str
     object: Path
     ptx: str
+    cubin: bytes
     arguments: tuple[Any, ...]
 
     def launches(self) -> list:
@@ -86,6 +87,7 @@ def peer_session(arch: str, on_call: Callable[[Call], None]) -> Iterator[None]:
     environment = {
         "CUTE_DSL_ARCH": arch,
         "CUTE_DSL_KEEP_PTX": "1",
+        "CUTE_DSL_KEEP_CUBIN": "1",
         "CUTE_DSL_DUMP_DIR": tempfile.mkdtemp(prefix="peer-ptx-"),
         "FLASH_ATTENTION_ARCH": arch.rstrip("a"),
         "FLASH_ATTENTION_NUM_SMS": str(sms),
@@ -106,6 +108,7 @@ def peer_session(arch: str, on_call: Callable[[Call], None]) -> Iterator[None]:
         for name, value in [
             ("arch", arch),
             ("keep_ptx", True),
+            ("keep_cubin", True),
             ("dump_dir", environment["CUTE_DSL_DUMP_DIR"]),
         ]:
             stack.enter_context(mock.patch.object(CuTeDSL._get_dsl().envar, name, value))
@@ -145,5 +148,5 @@ class _ExportingCompile:
         name = type(getattr(function, "__self__", function)).__name__
         target = Path(tempfile.mkdtemp(prefix="peer-object-")) / "kernel.o"
         compiled.export_to_c(str(target), function_name="peer")
-        ptx = compiled.__ptx__
-        return lambda *arguments: _on_call[-1](Call(name, target, ptx, arguments))
+        ptx, cubin = compiled.artifacts.PTX, compiled.artifacts.CUBIN
+        return lambda *arguments: _on_call[-1](Call(name, target, ptx, cubin, arguments))

@@ -1,0 +1,135 @@
+"""The assembler's result, read by NVIDIA's disassembler: instructions, loops, and what a loop's usual pass issues."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+#: First words of instructions -> kind. What is in none of them is "other".
+KINDS = {
+    "exponentials": "MUFU",
+    "packed multiply-adds": "FFMA2 FADD2 FMUL2",
+    "maxima, clamps": "FMNMX FMNMX3",
+    "conversions": "F2FP",
+    "masks": "FSEL ISETP R2P",
+    "integer": "LEA IMAD IADD3 VIADD VIADDMNMX SHF LOP3",
+    "moves": "MOV IMAD.MOV IMAD.U32 HFMA2 R2UR UMOV NOP",
+    "tensor memory": "LDTM STTM FENCE",
+    "barriers": "SYNCS BAR MEMBAR ERRBAR CGAERRBAR CCTL ELECT VOTE VOTEU WARPSYNC",
+}
+_KIND = {word: kind for kind, words in KINDS.items() for word in words.split()}
+
+
+def disassembler() -> str | None:
+    """nvdisasm: $NVDISASM, on PATH, of a CUDA toolkit, or the one that Triton brings along."""
+    folders = [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin")]
+    triton = importlib.util.find_spec("triton")
+    if triton is not None and triton.origin:
+        folders.append(Path(triton.origin).parent / "backends/nvidia/bin")
+    for name in (os.environ.get("NVDISASM"), "nvdisasm", *(str(folder / "nvdisasm") for folder in folders)):
+        if name and (found := shutil.which(name)):
+            return found
+    return None
+
+
+@dataclass(frozen=True)
+class Code:
+    """A kernel's instructions in their order; labels are positions in it."""
+
+    instructions: tuple[str, ...]
+    labels: dict[str, int]
+
+    @classmethod
+    def read(cls, cubin: bytes) -> Code:
+        tool = disassembler()
+        if tool is None:
+            raise FileNotFoundError("no nvdisasm: not on PATH, in CUDA_HOME, in Triton; set NVDISASM")
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(cubin)
+            file.flush()
+            text = subprocess.run([tool, "-c", file.name], check=True, capture_output=True, text=True).stdout
+        instructions, labels = [], {}
+        for line in text.splitlines():
+            if label := re.match(r"(\.L_x_\d+):", line):
+                labels[label[1]] = len(instructions)
+            elif instruction := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", line):
+                instructions.append(instruction[1])
+        return cls(tuple(instructions), labels)
+
+    def target(self, at: int) -> int | None:
+        """Where the branch at this position goes; None for what is no branch."""
+        found = re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", self.instructions[at])
+        return self.labels[found[1]] if found else None
+
+    def conditional(self, at: int) -> bool:
+        return bool(re.match(r"@|BRA\.U ", self.instructions[at]))
+
+    def loops(self) -> list[Loop]:
+        """Innermost loops that end in a conditional branch back. The other backward branches return from the code
+        behind the kernel's end that repeats a failed wait."""
+        spans = [
+            (first, at)
+            for at in range(len(self.instructions))
+            if (first := self.target(at)) is not None and first <= at and self.conditional(at)
+        ]
+        return [
+            Loop(self, *span)
+            for span in spans
+            if not any(other != span and span[0] <= other[0] and other[1] <= span[1] for other in spans)
+        ]
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A loop from its first instruction to the branch back."""
+
+    code: Code
+    first: int
+    last: int
+
+    @property
+    def body(self) -> tuple[str, ...]:
+        return self.code.instructions[self.first : self.last + 1]
+
+    def usual(self) -> tuple[str, ...]:
+        """The pass with the fewest instructions: no barrier is waited for, nothing is rescaled."""
+        shortest: dict[int, tuple[int, int | None]] = {self.last: (1, None)}
+        for at in range(self.last - 1, self.first - 1, -1):
+            target = self.code.target(at)
+            following = [at + 1] if target is None or self.code.conditional(at) else []
+            following += [] if target is None else [target]
+            reached = [(shortest[n][0] + 1, n) for n in following if n in shortest]
+            if reached:
+                shortest[at] = min(reached)
+        found: list[str] = []
+        at: int | None = self.first
+        while at is not None:
+            found.append(self.code.instructions[at])
+            at = shortest[at][1]
+        return tuple(found)
+
+
+def opcode(instruction: str) -> str:
+    return re.sub(r"^@!?U?P\w+ ", "", instruction).split()[0]
+
+
+def kind(instruction: str) -> str:
+    words = opcode(instruction).split(".")
+    return _KIND.get(".".join(words[:2])) or _KIND.get(words[0], "other")
+
+
+def kinds(instructions: tuple[str, ...]) -> Counter[str]:
+    return Counter(map(kind, instructions))
+
+
+def columns(instructions: tuple[str, ...], word: str) -> int:
+    """Columns of tensor memory that instructions of this name move (LDTM, STTM)."""
+    found = (re.match(rf"{word}\.x(\d+)$", opcode(i)) for i in instructions)
+    return sum(int(match[1]) for match in found if match)
