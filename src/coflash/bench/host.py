@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from coflash.bench import tensors, timing
-from coflash.bench.providers import Provider, Unsupported
+from coflash.bench.providers import Provider, Unsupported, backend
 from coflash.bench.shapes import Shape
 
 TINY = Shape("host", "b1 h4 128 x 128 d64", 1, 4, 4, 64, 64, 128, 128)
@@ -56,7 +56,7 @@ print(time.perf_counter() - started)
 """
 
 _FIRST_CALLS = {
-    "coflash": ("import coflash", "coflash.flash_attn_func(q, k, v, causal=True)"),
+    "coflash": ("import coflash", "coflash.flash_attn_func(q, k, v, causal=True, backend='{backend}')"),
     "cudnn": (
         "from torch.nn.attention import sdpa_kernel, SDPBackend",
         "with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):\n"
@@ -67,7 +67,7 @@ _FIRST_CALLS = {
 }
 
 
-def first_calls(providers: list[Provider]) -> dict[str, dict[str, float]]:
+def first_calls(providers: list[Provider], device: torch.device) -> dict[str, dict[str, float]]:
     """Seconds from `import torch` to a first result, each in a process of its own.
 
     coflash's disk cache is empty at first (cold: it compiles) and then filled (warm).
@@ -78,7 +78,7 @@ def first_calls(providers: list[Provider]) -> dict[str, dict[str, float]]:
             if provider.name not in _FIRST_CALLS:
                 continue
             imports, call = _FIRST_CALLS[provider.name]
-            code = _FIRST.format(imports=imports, call=call)
+            code = _FIRST.format(imports=imports, call=call.format(backend=backend(device)))
             kinds = ("cold", "warm") if provider.name == "coflash" else ("first",)
             env = {**os.environ, "COFLASH_CACHE": empty, "COFLASH_CACHE_READONLY": ""}
             for kind in kinds:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from coflash.bench import check, machine, tensors, timing
-from coflash.bench.providers import Call, Provider, Unsupported
+from coflash.bench.providers import Call, Provider, Unsupported, backend
 from coflash.bench.shapes import Shape
 
 Say = Callable[[str], None]
@@ -138,7 +138,7 @@ def expected(shape: Shape, direction: str, device: torch.device) -> float | None
     from coflash import planning
 
     try:
-        plan = planning.plan(shape.problem("cuda"), planning.device_info(device))
+        plan = planning.plan(shape.problem("cuda"), planning.device_info(device), backend=backend(device))
     except NotImplementedError:
         return None
     return plan.cost.tflops if plan.cost else None
@@ -151,7 +151,9 @@ def _refuse_slow(provider: Provider, shape: Shape, device: torch.device) -> None
         return
     from coflash import planning
 
-    plan = planning.plan(shape.problem("cuda", grad=True), planning.device_info(device))
+    plan = planning.plan(
+        shape.problem("cuda", grad=True), planning.device_info(device), backend=backend(device)
+    )
     if plan.backward != "kernel":
         raise Unsupported("no backward kernel: gradients take the portable path (--slow times it)")
 

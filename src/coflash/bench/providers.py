@@ -66,11 +66,24 @@ def _version(distribution: str, module: str) -> str:
 # ----------------------------------------------------------------------------------------------------
 
 
+def backend(device: torch.device) -> str:
+    """What is asked of coflash: a GPU's own kernel, also where calls do not take it by themselves yet."""
+    if device.type != "cuda":
+        return "auto"
+    from coflash import planning
+
+    return "kernel" if planning.device_info(device).arch in planning.CHIPS else "auto"
+
+
 def _coflash(t: Tensors) -> Call:
     import coflash
 
     s = t.shape
-    options: dict[str, Any] = {"causal": s.causal, "learnable_sink": t.sink}
+    options: dict[str, Any] = {
+        "causal": s.causal,
+        "learnable_sink": t.sink,
+        "backend": backend(t.q.device),
+    }
     if s.window:
         options["window_size"] = s.window
     if t.cu_seqlens is None:

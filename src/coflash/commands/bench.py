@@ -105,7 +105,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any] | int:
         result["host"] = host.tiny_calls(here, device)
         print(host.say(result["host"], "host time of a tiny call", "us", 1e6))
         if device.type == "cuda":
-            result["first_call"] = host.first_calls(here)
+            result["first_call"] = host.first_calls(here, device)
             print(host.say(result["first_call"], "first call after import torch", "s", 1.0))
         keep(result)
     return result
@@ -114,6 +114,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any] | int:
 def _compile(chosen: list[Shape], directions: list[str], device: torch.device) -> None:
     """Have all kernels of the run ready, compiled side by side: no shape then waits for a compiler."""
     from coflash import compiler, planning
+    from coflash.bench.providers import backend
     from coflash.compiler.progress import Progress
 
     jobs: dict[compiler.Job, None] = {}  # in order, each once
@@ -121,7 +122,7 @@ def _compile(chosen: list[Shape], directions: list[str], device: torch.device) -
         for direction in directions:
             try:
                 problem = shape.problem("cuda", grad=direction == "backward")
-                plan = planning.plan(problem, planning.device_info(device))
+                plan = planning.plan(problem, planning.device_info(device), backend=backend(device))
             except NotImplementedError:
                 continue  # said where the shape is measured
             if plan.path == "kernel":
