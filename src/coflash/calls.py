@@ -14,37 +14,43 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.guards import _empty_strided_cpu as _empty_on_cpu  # what Inductor's code allocates by
+from torch._C._dynamo.guards import _empty_strided_cuda as _empty_on_cuda
 
 from coflash import checks, portable
 from coflash.checks import Options, Sizes
 from coflash.operands import Operands, row_dtype
 from coflash.problem import Problem
 
-__all__ = ["Call", "output_shapes", "prepare", "row_delta", "run", "sink_gradient", "without_autocast"]
+__all__ = [
+    "Call",
+    "output_shapes",
+    "prepare",
+    "row_delta",
+    "run",
+    "shortest",
+    "sink_gradient",
+    "without_autocast",
+]
 
 
 class Call:
     """One signature, prepared: the problem, and the kernel to launch if a kernel was chosen."""
 
     __slots__ = (
+        "allocate",
         "launch",
-        "lse_dtype",
-        "lse_shape",
         "options",
-        "out_shape",
         "problem",
         "reads_index_tensors",
         "sizes",
-        "writes_lse",
     )
 
     def __init__(self, operands: Operands, options: Options, needs_grad: bool) -> None:
         self.options = options
         self.sizes = checks.describe(operands, options)
         self.problem = _problem(operands, options, self.sizes, needs_grad)
-        self.out_shape, self.lse_shape = output_shapes(operands.q, operands.v)
-        self.lse_dtype = row_dtype(operands.q)
-        self.writes_lse = options.return_lse or needs_grad
+        self.allocate = _allocator(operands.q, operands.v, options.return_lse or needs_grad)
         self.launch = _launcher(self.problem, operands, options)
         self.reads_index_tensors = any(
             x is not None
@@ -72,6 +78,41 @@ def output_shapes(q: Tensor, v: Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...
     """Of the output, and of the log-sum-exp, which has heads before tokens."""
     *batch, tokens, heads, _ = q.shape
     return (*batch, tokens, heads, v.shape[-1]), (*batch, heads, tokens)
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * max(size, 1))
+    return tuple(reversed(strides))
+
+
+def _allocator(q: Tensor, v: Tensor, needs_lse: bool) -> Callable[[], tuple[Tensor, Tensor]]:
+    """What makes a kernel's outputs. A kernel made for a call that needs no lse writes none: the output stands
+    in for it, and nobody reads it."""
+    out_shape, lse_shape = output_shapes(q, v)
+    out_stride, lse_stride = _contiguous(out_shape), _contiguous(lse_shape)
+    dtype, lse_dtype, index = q.dtype, row_dtype(q), q.get_device()
+    empty = _empty_on_cuda if q.is_cuda else _empty_on_cpu
+
+    def both() -> tuple[Tensor, Tensor]:
+        return empty(out_shape, out_stride, dtype), empty(lse_shape, lse_stride, lse_dtype)
+
+    def one() -> tuple[Tensor, Tensor]:
+        out = empty(out_shape, out_stride, dtype)
+        return out, out
+
+    on_current_device = both if needs_lse else one
+    if not q.is_cuda or torch.cuda.device_count() == 1:
+        return on_current_device
+
+    def on_its_device() -> tuple[Tensor, Tensor]:
+        if torch._C._cuda_getDevice() == index:
+            return on_current_device()
+        with torch.cuda.device(index):
+            return on_current_device()
+
+    return on_its_device
 
 
 def _problem(operands: Operands, options: Options, sizes: Sizes, needs_grad: bool) -> Problem:
@@ -166,7 +207,14 @@ def prepare(operands: Operands, options: Options) -> Call:
         if x is not None and not isinstance(x, float):
             key += tuple(map(_signature, x)) if isinstance(x, tuple) else (_signature(x),)
         key += (None,)
-    call = _CALLS.get(key)
+    try:
+        key += (*map(type, options), *map(type, options.window_size))  # 1 is no boolean, though it equals True
+        call = _CALLS.get(key)
+    except TypeError:  # no argument that is taken fails to be a key, but for a list as window_size
+        if isinstance(options.window_size, list):
+            return prepare(operands, options._replace(window_size=tuple(options.window_size)))
+        checks.describe(operands, options)
+        raise
     if call is None:
         differentiable = (*operands[:5], *operands.captured)
         needs_grad = grad and any(isinstance(t, Tensor) and t.requires_grad for t in differentiable)
@@ -191,11 +239,28 @@ def run(call: Call, operands: Operands) -> tuple[Tensor, Tensor]:
     if call.launch is None:
         with torch.no_grad(), without_autocast(operands.q.device):
             return portable.forward(call.problem, operands, portable.chosen())
-    out = operands.q.new_empty(call.out_shape)
-    # A kernel made for a call that needs no lse writes none; what stands in for it is read by nobody.
-    lse = operands.q.new_empty(call.lse_shape, dtype=call.lse_dtype) if call.writes_lse else out
+    out, lse = call.allocate()
     call.launch(operands, out, lse)
     return out, lse
+
+
+def shortest(call: Call, operands: Operands) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """`run` for calls of q, k, v alone that differ from this one in addresses only, multiples of 16 bytes:
+    f(q, k, v), with nothing left to look at. None for a call that takes another way.
+    """
+    if call.launch is None or any(x is not None for x in (*operands[3:5], *operands[7:])):
+        return None
+    launch = call.launch.direct(operands)
+    if launch is None:
+        return None
+    allocate = call.allocate
+
+    def start(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = allocate()
+        launch(q, k, v, out, lse)
+        return out, lse
+
+    return start
 
 
 # -- what every backward begins with ----------------------------------------------------------------------------

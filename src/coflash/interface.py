@@ -49,6 +49,13 @@ Window = tuple[int | None, int | None]
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
+_UNBOUNDED: Window = (None, None)
+
+# What `flash_attn_func` does for calls that it has seen, by everything of them but the tensors' contents and
+# addresses; only such calls are here as need nothing else looked at.
+_SHORTCUTS: dict[Any, Callable[[Tensor, Tensor, Tensor], Any]] = {}
+_MOST_SHORTCUTS = 4096
+
 
 def flash_attn_func(
     q: Tensor,
@@ -57,7 +64,7 @@ def flash_attn_func(
     *,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Window = (None, None),
+    window_size: Window = _UNBOUNDED,
     softcap: float = 0.0,
     learnable_sink: Tensor | None = None,
     score_mod: ScoreMod | None = None,
@@ -102,6 +109,28 @@ def flash_attn_func(
     Returns:
         `(batch, seqlen_q, nheads_q, head_dim_v)` in q's dtype; with `return_lse` also the lse.
     """
+    key = None
+    if (
+        (type(q) is Tensor and type(k) is Tensor and type(v) is Tensor)
+        and (learnable_sink is None and score_mod is None and mask_mod is None and alibi_slopes is None)
+        and (kernel_options is None and not torch_ops.is_watched() and not torch._C._is_any_autocast_enabled())
+    ):
+        key = (
+            (q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype),
+            (q.get_device(), k.get_device(), v.get_device()),
+            torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
+            (softmax_scale, causal, softcap, dropout_p, deterministic, return_lse, backend),
+            window_size if window_size is _UNBOUNDED else repr(window_size),
+            # 1 is no boolean, though it equals True.
+            (type(softmax_scale), type(causal), type(softcap), type(dropout_p)),
+            (type(deterministic), type(return_lse)),
+        )
+        try:
+            shortcut = _SHORTCUTS.get(key)
+        except TypeError:  # no argument that is taken fails to be a key; it will be refused
+            key = shortcut = None
+        if shortcut is not None and not (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
+            return shortcut(q, k, v)
     return _attend(
         Operands(
             q,
@@ -126,6 +155,7 @@ def flash_attn_func(
             backend,
             kernel_options=_pairs(kernel_options),
         ),
+        key,
     )
 
 
@@ -143,7 +173,7 @@ def flash_attn_varlen_func(
     page_table: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Window = (None, None),
+    window_size: Window = _UNBOUNDED,
     softcap: float = 0.0,
     learnable_sink: Tensor | None = None,
     score_mod: ScoreMod | None = None,
@@ -234,7 +264,7 @@ def flash_attn_with_kvcache(
     page_table: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Window = (None, None),
+    window_size: Window = _UNBOUNDED,
     softcap: float = 0.0,
     learnable_sink: Tensor | None = None,
     score_mod: ScoreMod | None = None,
@@ -398,8 +428,11 @@ def _block_mask(
     return tables, (rows, columns), block_mask.mask_mod
 
 
-def _attend(operands: Operands, options: Options) -> Tensor | tuple[Tensor, Tensor]:
-    """Run a call: straight from the table of prepared calls if its signature has been seen."""
+def _attend(operands: Operands, options: Options, key: Any = None) -> Tensor | tuple[Tensor, Tensor]:
+    """Run a call: straight from the table of prepared calls if its signature has been seen.
+
+    With a key, calls that share it may take a shortcut from now on.
+    """
     q = operands.q
     checks.check_tensor("q", q)
     if torch.is_autocast_enabled(q.device.type):
@@ -409,7 +442,14 @@ def _attend(operands: Operands, options: Options) -> Tensor | tuple[Tensor, Tens
         return _results(out, lse, options)
     if callable(options.score_mod) and torch.is_grad_enabled():
         operands = operands._replace(captured=functions.captured(options.score_mod, q))
-    out, lse = torch_ops.attend(torch_ops.prepare(operands, options), operands)
+    call = torch_ops.prepare(operands, options)
+    out, lse = torch_ops.attend(call, operands)
+    if key is not None and key not in _SHORTCUTS:
+        shortcut = torch_ops.shortcut(call, operands)
+        if shortcut is not None:
+            if len(_SHORTCUTS) >= _MOST_SHORTCUTS:
+                _SHORTCUTS.clear()
+            _SHORTCUTS[key] = shortcut
     return _results(out, lse, options)
 
 

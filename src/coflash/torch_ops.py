@@ -8,19 +8,20 @@ functorch's transforms in wrappers of its own kind (`coflash.transforms`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from coflash import checks, functions, portable
-from coflash.calls import Call, prepare, row_delta, run, sink_gradient, without_autocast
+from coflash.calls import Call, prepare, row_delta, run, shortest, sink_gradient, without_autocast
 from coflash.checks import Options
 from coflash.operands import Operands
 from coflash.operators import flatten, pack
 from coflash.transforms import TransformedAttention
 
-__all__ = ["attend", "attend_traced", "needs_tracing", "prepare"]
+__all__ = ["attend", "attend_traced", "is_watched", "needs_tracing", "prepare", "shortcut"]
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -29,18 +30,48 @@ def attend(call: Call, operands: Operands) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of plain tensors in eager mode."""
     if not call.problem.needs_grad:
         return run(call, operands)
-    return _apply_attention(call, operands, *operands[:5], *operands.captured)
+
+    def start(*_: Tensor | None) -> tuple[Tensor, Tensor]:
+        return run(call, operands)
+
+    return _apply_attention(start, call, operands[5:], *operands[:5], *operands.captured)
+
+
+Start = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def shortcut(call: Call, operands: Operands) -> Callable[[Tensor, Tensor, Tensor], Any] | None:
+    """What a public function returns for q, k, v alone, for calls that differ from this one in addresses only."""
+    start = shortest(call, operands)
+    if start is None:
+        return None
+    return_lse = call.options.return_lse
+    if not call.problem.needs_grad:
+        return start if return_lse else lambda q, k, v: start(q, k, v)[0]
+    rest = operands[5:]
+    if return_lse:
+        return lambda q, k, v: _apply_attention(start, call, rest, q, k, v)
+    return lambda q, k, v: _apply_attention(start, call, rest, q, k, v)[0]
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, call: Call, operands: Operands, *differentiable: Tensor | None
+        ctx: Any,
+        start: Callable[..., tuple[Tensor, Tensor]],
+        call: Call,
+        rest: tuple[Any, ...],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sink: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        *captured: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        out, lse = run(call, operands)
-        ctx.save_for_backward(*differentiable[:5], out, lse)
+        out, lse = start(q, k, v)
+        ctx.save_for_backward(q, k, v, sink, alibi_slopes, out, lse)
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.rest = call, operands[5:]
+        ctx.call, ctx.rest = call, rest
         return out, lse
 
     @staticmethod
@@ -54,7 +85,7 @@ class _Attention(torch.autograd.Function):
             dq, dk, dv, *dparameters = _Backward.apply(ctx.call, ctx.rest, *arguments)
         if alibi_slopes is None:
             dparameters.insert(0, None)
-        return None, None, dq, dk, dv, dsink, *dparameters
+        return None, None, None, dq, dk, dv, dsink, *dparameters
 
 
 # `Function.apply` asks in Python whether a functorch transform is active; `needs_tracing` has asked before.
@@ -96,17 +127,21 @@ class _Backward(torch.autograd.Function):
         return None, None, *found
 
 
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
 def needs_tracing(operands: Operands) -> bool:
     """Whether a call must go through the operators: something is watching, or the tensors are not plain."""
+    return is_watched() or type(operands.q) not in _PLAIN
+
+
+def is_watched() -> bool:
+    """Whether something looks at, or transforms, the operations of this thread."""
     return (
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
-        or type(operands.q) not in _PLAIN
         or torch._C._len_torch_dispatch_stack() > 0
     )
-
-
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def attend_traced(operands: Operands, options: Options) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_arguments_are_bound_by_name():
     calls = []
-    bound = launch.bind(
+    bound = launch.Launch(
         lambda *arguments: calls.append(arguments),
         ("page_table", "out", "lse", "softmax_scale", "window_left", "softcap"),
         {"window_left": 128, "softcap": 30.0, "max_seqlen_q": 7},
@@ -32,7 +32,7 @@ def test_arguments_are_bound_by_name():
 def test_lengths_are_given_contiguous():
     given = []
     lengths = torch.arange(8, dtype=torch.int32)[::2]
-    bound = launch.bind(lambda *arguments: given.extend(arguments), ("cu_seqlens_k", "seqused_q"), {})
+    bound = launch.Launch(lambda *arguments: given.extend(arguments), ("cu_seqlens_k", "seqused_q"), {})
     bound(SimpleNamespace(cu_seqlens_k=lengths, seqused_q=lengths), None, None)
     assert all(x.is_contiguous() and x.tolist() == [0, 2, 4, 6] for x in given)
 
@@ -59,7 +59,7 @@ def layouts():
 def test_operands_are_copied_only_where_they_must_be(name):
     x, in_place = layouts()[name]
     given = []
-    bound = launch.bind(lambda *arguments: given.extend(arguments), ("q", "k", "v"), {})
+    bound = launch.Launch(lambda *arguments: given.extend(arguments), ("q", "k", "v"), {})
     bound(SimpleNamespace(q=x, k=x, v=x), None, None)
     for y in given:
         assert torch.equal(x, y)
@@ -69,7 +69,7 @@ def test_operands_are_copied_only_where_they_must_be(name):
 
 @pytest.mark.parametrize("scale", [0.0, -0.5, float("nan")])
 def test_a_scale_that_no_kernel_takes(scale):
-    bound = launch.bind(print, ("softmax_scale",), {})
+    bound = launch.Launch(print, ("softmax_scale",), {})
     with pytest.raises(NotImplementedError, match="softmax_scale"):
         bound(SimpleNamespace(softmax_scale=scale), None, None)
 
@@ -77,14 +77,14 @@ def test_a_scale_that_no_kernel_takes(scale):
 def test_a_sink_of_any_type_is_given_as_contiguous_float32():
     given = []
     sink = torch.arange(8, dtype=torch.bfloat16)[::2]
-    launch.bind(lambda x: given.append(x), ("sink",), {})(SimpleNamespace(sink=sink), None, None)
+    launch.Launch(lambda x: given.append(x), ("sink",), {})(SimpleNamespace(sink=sink), None, None)
     assert given[0].dtype == torch.float32 and given[0].is_contiguous()
     assert given[0].tolist() == [0, 2, 4, 6]
 
 
 def test_the_counter_is_zero_and_on_the_operands_device():
     given = []
-    bound = launch.bind(lambda *arguments: given.extend(arguments), ("q", "tile_counter"), {})
+    bound = launch.Launch(lambda *arguments: given.extend(arguments), ("q", "tile_counter"), {})
     bound(SimpleNamespace(q=torch.empty(1)), None, None)
     assert given[1].device == torch.device("cpu") and given[1].dtype == torch.int32
     assert given[1].tolist() == [0] * launch.COUNTER_WORDS
@@ -114,7 +114,7 @@ entry = builder.build("tests.compiler.scale_kernel:Scale", ScaleConfig(unroll=4)
 assert "cutlass" not in sys.modules, "the compiler belongs in a process of its own"
 launches = []
 function = record(entry.so, function=entry.function)
-run = launch.bind(lambda *a: launches.extend(function(*a)), entry.arguments, {"factor": 3.0})
+run = launch.Launch(lambda *a: launches.extend(function(*a)), entry.arguments, {"factor": 3.0})
 for size in (1, 1024, 5000):
     run(SimpleNamespace(x=torch.ones(size), y=torch.empty(size)), None, None)
 print([(tuple(one.grid), tuple(one.block), one.kernel == entry.symbol) for one in launches])

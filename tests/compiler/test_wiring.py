@@ -22,7 +22,7 @@ def run(problem: Problem, operands: Operands) -> None:
     entry = builder.build(plan.kernel, plan.config, plan.arch)
     recorded: list[vgpu.Launch] = []
     function = vgpu.record(entry.so, function=entry.function)
-    start = launch.bind(lambda *a: recorded.extend(function(*a)), entry.arguments, plan.scalars)
+    start = launch.Launch(lambda *a: recorded.extend(function(*a)), entry.arguments, plan.scalars)
 
     q, v = operands.q, operands.v
     out = q.new_empty(*q.shape[:-1], v.shape[-1])
