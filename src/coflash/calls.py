@@ -10,17 +10,19 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.guards import _empty_strided_cpu as _empty_on_cpu  # what Inductor's code allocates by
-from torch._C._dynamo.guards import _empty_strided_cuda as _empty_on_cuda
+from torch._C._dynamo import guards
 
 from coflash import checks, portable
 from coflash.checks import Options, Sizes
 from coflash.operands import Operands, row_dtype
 from coflash.problem import Problem
+
+if TYPE_CHECKING:
+    from coflash.compiler.launch import Launch
 
 __all__ = [
     "Call",
@@ -93,7 +95,8 @@ def _allocator(q: Tensor, v: Tensor, needs_lse: bool) -> Callable[[], tuple[Tens
     out_shape, lse_shape = output_shapes(q, v)
     out_stride, lse_stride = _contiguous(out_shape), _contiguous(lse_shape)
     dtype, lse_dtype, index = q.dtype, row_dtype(q), q.get_device()
-    empty = _empty_on_cuda if q.is_cuda else _empty_on_cpu
+    # What Inductor's code allocates by: a quarter of the time of torch.empty, on the current device.
+    empty = getattr(guards, "_empty_strided_cuda" if q.is_cuda else "_empty_strided_cpu")
 
     def both() -> tuple[Tensor, Tensor]:
         return empty(out_shape, out_stride, dtype), empty(lse_shape, lse_stride, lse_dtype)
@@ -151,7 +154,7 @@ def _problem(operands: Operands, options: Options, sizes: Sizes, needs_grad: boo
     )
 
 
-def _launcher(problem: Problem, operands: Operands, options: Options) -> Callable[..., None] | None:
+def _launcher(problem: Problem, operands: Operands, options: Options) -> Launch | None:
     """The kernel for a problem; None: the portable path.  Planning is imported for GPUs alone."""
     device, backend = operands.q.device, options.backend
     if device.type != "cuda" and backend == "kernel":
@@ -208,11 +211,13 @@ def prepare(operands: Operands, options: Options) -> Call:
             key += tuple(map(_signature, x)) if isinstance(x, tuple) else (_signature(x),)
         key += (None,)
     try:
-        key += (*map(type, options), *map(type, options.window_size))  # 1 is no boolean, though it equals True
+        # The options' types too: 1 is no boolean, though it equals True.
+        key += (*map(type, options), *map(type, options.window_size))
         call = _CALLS.get(key)
-    except TypeError:  # no argument that is taken fails to be a key, but for a list as window_size
-        if isinstance(options.window_size, list):
-            return prepare(operands, options._replace(window_size=tuple(options.window_size)))
+    except TypeError:  # nothing that is accepted fails to be a key, but for a list as window_size
+        window: Any = options.window_size
+        if isinstance(window, list):
+            return prepare(operands, options._replace(window_size=tuple(window)))
         checks.describe(operands, options)
         raise
     if call is None:

@@ -113,7 +113,9 @@ def flash_attn_func(
     if (
         (type(q) is Tensor and type(k) is Tensor and type(v) is Tensor)
         and (learnable_sink is None and score_mod is None and mask_mod is None and alibi_slopes is None)
-        and (kernel_options is None and not torch_ops.is_watched() and not torch._C._is_any_autocast_enabled())
+        and (
+            kernel_options is None and not torch_ops.is_watched() and not torch._C._is_any_autocast_enabled()
+        )
     ):
         key = (
             (q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype),

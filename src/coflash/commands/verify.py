@@ -141,7 +141,7 @@ def verify(
     """Compile the kernel that planning chooses for a problem, and run it `seeds` times."""
     from coflash import compiler, planning
     from coflash.compiler import cache
-    from coflash.compiler.launch import bind
+    from coflash.compiler.launch import Launch
     from coflash.operands import Operands
     from coflash.vgpu.check import check, schedules
     from coflash.vgpu.recorder import record
@@ -165,7 +165,7 @@ def verify(
     recorded = record(
         entry.so, entry.ptx, function=entry.function, names=entry.arguments, multiprocessors=MULTIPROCESSORS
     )
-    launches: Any = bind(recorded, entry.arguments, plan.scalars)(operands, out, lse)
+    launches = Launch(recorded, entry.arguments, plan.scalars)(operands, out, lse)
     right, right_lse = attention(problem, operands, torch.float64)
     plain, _ = attention(problem, operands, problem.dtype)
     rounding = torch.finfo(problem.dtype).eps * right.abs().max().item()

@@ -31,9 +31,9 @@ class Launch:
         self._function, self._arguments, self._scalars = function, arguments, scalars
         self._general = self._bind(_PREPARED, ("operands", "out", "lse"), scalars)
 
-    def __call__(self, operands: Any, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+    def __call__(self, operands: Any, out: torch.Tensor, lse: torch.Tensor | None) -> Any:
         """`operands` has the call's tensors as attributes, under the kernels' names."""
-        self._general(operands, out, lse)
+        return self._general(operands, out, lse)
 
     def direct(self, operands: Any) -> Callable[..., None] | None:
         """A launch f(q, k, v, out, lse) for calls that differ from this one in addresses only, all of them

@@ -87,7 +87,7 @@ def own_call(name: str, exact: bool, sink: Callable[..., Any]) -> dict[str, Any]
 
     from coflash import compiler, planning
     from coflash.commands import verify
-    from coflash.compiler.launch import bind
+    from coflash.compiler import launch
     from coflash.operands import Operands
 
     problem = {**verify.CASES, **verify.MORE_CASES}[name]
@@ -104,8 +104,8 @@ def own_call(name: str, exact: bool, sink: Callable[..., Any]) -> dict[str, Any]
         operands.v.copy_((operands.v.float() * 4).round().clamp(-8, 8))
     out = torch.full((*operands.q.shape[:-1], problem.head_dim_v), math.nan, dtype=problem.dtype)
     lse = torch.full((problem.batch, problem.nheads_q, problem.seqlen_q), math.nan)
-    launch = bind(lambda *arguments: sink(entry, arguments), entry.arguments, plan.scalars)
-    launch(operands, out, lse)
+    start = launch.Launch(lambda *arguments: sink(entry, arguments), entry.arguments, plan.scalars)
+    start(operands, out, lse)
     return {"out": out, "lse": lse}
 
 
