@@ -9,7 +9,7 @@ functorch's transforms in wrappers of its own kind (`coflash.transforms`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,13 +31,8 @@ def attend(call: Call, operands: Operands) -> tuple[Tensor, Tensor]:
     if not call.problem.needs_grad:
         return run(call, operands)
 
-    def start(*_: Tensor | None) -> tuple[Tensor, Tensor]:
-        return run(call, operands)
-
-    return _apply_attention(start, call, operands[5:], *operands[:5], *operands.captured)
-
-
-Start = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    prepared = _Prepared(lambda *_: run(call, operands), call, operands[5:])
+    return _apply_attention(prepared, *operands[:5], *operands.captured)
 
 
 def shortcut(call: Call, operands: Operands) -> Callable[[Tensor, Tensor, Tensor], Any] | None:
@@ -48,19 +43,23 @@ def shortcut(call: Call, operands: Operands) -> Callable[[Tensor, Tensor, Tensor
     return_lse = call.options.return_lse
     if not call.problem.needs_grad:
         return start if return_lse else lambda q, k, v: start(q, k, v)[0]
-    rest = operands[5:]
+    prepared = _Prepared(start, call, operands[5:])
     if return_lse:
-        return lambda q, k, v: _apply_attention(start, call, rest, q, k, v)
-    return lambda q, k, v: _apply_attention(start, call, rest, q, k, v)[0]
+        return lambda q, k, v: _apply_attention(prepared, q, k, v)
+    return lambda q, k, v: _apply_attention(prepared, q, k, v)[0]
+
+
+class _Prepared(NamedTuple):
+    start: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    call: Call
+    rest: tuple[Any, ...]  # the operands behind those that can have a gradient
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        start: Callable[..., tuple[Tensor, Tensor]],
-        call: Call,
-        rest: tuple[Any, ...],
+        prepared: _Prepared,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -68,24 +67,25 @@ class _Attention(torch.autograd.Function):
         alibi_slopes: Tensor | None = None,
         *captured: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        out, lse = start(q, k, v)
+        out, lse = prepared.start(q, k, v)
         ctx.save_for_backward(q, k, v, sink, alibi_slopes, out, lse)
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.rest = call, rest
+        ctx.prepared = prepared
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Gradients:
         q, k, v, sink, alibi_slopes, out, lse = ctx.saved_tensors
-        operands = Operands(q, k, v, sink, alibi_slopes, *ctx.rest)
+        _, call, rest = ctx.prepared
+        operands = Operands(q, k, v, sink, alibi_slopes, *rest)
         with without_autocast(q.device):
             dout, delta = row_delta(out, dout, dlse)
             dsink = sink_gradient(sink, lse, delta)
             arguments = (q, k, v, dout, lse, delta, alibi_slopes, *operands.captured)
-            dq, dk, dv, *dparameters = _Backward.apply(ctx.call, ctx.rest, *arguments)
+            dq, dk, dv, *dparameters = _Backward.apply(call, rest, *arguments)
         if alibi_slopes is None:
             dparameters.insert(0, None)
-        return None, None, None, dq, dk, dv, dsink, *dparameters
+        return None, dq, dk, dv, dsink, *dparameters
 
 
 # `Function.apply` asks in Python whether a functorch transform is active; `needs_tracing` has asked before.
