@@ -24,6 +24,7 @@ KINDS = {
     "tensor memory": "LDTM STTM FENCE",
     "barriers": "SYNCS BAR MEMBAR ERRBAR CGAERRBAR CCTL ELECT VOTE VOTEU WARPSYNC",
 }
+MOST_PASSES = 4096
 _KIND = {word: kind for kind, words in KINDS.items() for word in words.split()}
 
 
@@ -98,22 +99,34 @@ class Loop:
     def body(self) -> tuple[str, ...]:
         return self.code.instructions[self.first : self.last + 1]
 
-    def usual(self) -> tuple[str, ...]:
-        """The pass with the fewest instructions: no barrier is waited for, nothing is rescaled."""
-        shortest: dict[int, tuple[int, int | None]] = {self.last: (1, None)}
-        for at in range(self.last - 1, self.first - 1, -1):
-            target = self.code.target(at)
-            following = [at + 1] if target is None or self.code.conditional(at) else []
-            following += [] if target is None else [target]
-            reached = [(shortest[n][0] + 1, n) for n in following if n in shortest]
-            if reached:
-                shortest[at] = min(reached)
-        found: list[str] = []
-        at: int | None = self.first
-        while at is not None:
-            found.append(self.code.instructions[at])
-            at = shortest[at][1]
-        return tuple(found)
+    def passes(self) -> list[tuple[str, ...]]:
+        """Every way from the first instruction to the branch back that takes no other branch back, the shortest first.
+
+        A wait that fails leaves the loop's body, so on each way barriers are not waited for."""
+        found = []
+        open_ways: list[tuple[int, list[str]]] = [(self.first, [])]
+        while open_ways:
+            at, way = open_ways.pop()
+            if len(found) + len(open_ways) > MOST_PASSES:
+                raise ValueError(f"a loop of {len(self.body)} instructions has too many branches")
+            while at < self.last:
+                target, instruction = self.code.target(at), self.code.instructions[at]
+                way.append(instruction)
+                if target is None:
+                    at += 1
+                    continue
+                inside = at < target <= self.last
+                if self.code.conditional(at):
+                    if inside:
+                        open_ways.append((target, list(way)))
+                    at += 1
+                elif inside:
+                    at = target
+                else:
+                    break
+            else:
+                found.append((*way, self.code.instructions[self.last]))
+        return sorted(found, key=len)
 
 
 def opcode(instruction: str) -> str:

@@ -1,7 +1,7 @@
 """Issue slots of the softmax and correction warps, from machine code: the Blackwell forward's or flash-attn-4's.
 
-What a loop's pass issues is counted on its shortest way from the first instruction to the branch back: no barrier is
-waited for, nothing is rescaled.
+What a block costs is counted on the shortest way through a loop that does one: no barrier is waited for, nothing is
+rescaled or done again.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from coflash.compiler import resources
 
 BLOCK = 128  # rows and columns of a block of scores
 WARPS = 4  # of a warpgroup: a row a thread
+EXPONENTIALS = 48  # a way with as many, that stores P, does a block, or a thread's half of its columns
 
 
 @dataclass
@@ -50,20 +51,26 @@ def counted(cubin: bytes) -> Counted:
 
 
 def roles(code: Code) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...] | None]:
-    """The usual passes of the softmax loop for whole blocks, for masked ones, and of the correction loop.
+    """The shortest passes over a block in the softmax loop: seen whole, and masked; and in the correction loop.
 
-    Where masked blocks are no loop of their own there is no second; a correction loop votes and has no exponentials."""
-    passes = [(loop, loop.usual()) for loop in code.loops()]
-    softmax = sorted(
-        (u for _, u in passes if kinds(u)["exponentials"] >= 32), key=lambda u: kinds(u)["masks"]
-    )
-    votes = [u for loop, u in passes if _corrects(loop, u)]
-    return softmax[0], softmax[-1] if len(softmax) > 1 else (), votes[0] if votes else None
+    The second is empty where masked blocks are done in no loop; a correction loop votes and has no exponentials."""
+    whole: list[tuple[str, ...]] = []
+    masked: list[tuple[str, ...]] = []
+    correction: list[tuple[str, ...]] = []
+    for loop in code.loops():
+        if columns(loop.body, "LDTM") == 0:
+            continue
+        for usual in loop.passes():
+            count = kinds(usual)
+            if count["exponentials"] >= EXPONENTIALS and columns(usual, "STTM"):
+                (masked if count["masks"] >= EXPONENTIALS else whole).append(usual)
+            elif any(opcode(i).startswith("VOTE.") for i in usual) and _rescales(loop):
+                correction.append(usual)
+    return min(whole, key=len), min(masked, key=len, default=()), min(correction, key=len, default=None)
 
 
-def _corrects(loop: Loop, usual: tuple[str, ...]) -> bool:
-    rare = columns(loop.body, "STTM") > columns(usual, "STTM")
-    return rare and not kinds(usual)["exponentials"] and any(opcode(i).startswith("VOTE.") for i in usual)
+def _rescales(loop: Loop) -> bool:
+    return columns(loop.body, "STTM") > 0 and not kinds(loop.body)["exponentials"]
 
 
 def announcements(softmax: tuple[str, ...]) -> list[tuple[int, int]]:
