@@ -27,7 +27,7 @@ def provider(name, prepare, **more):
 
 def wrong(t):
     call = sdpa(t)
-    return Call(lambda: call.forward() * 1.1, call.context)
+    return Call(lambda: call.forward() * 1.1, call.context, call.restore)
 
 
 def refusing(t):
@@ -42,7 +42,7 @@ def failing(t):
 def result():
     several = [
         provider("coflash", sdpa),
-        provider("slower", lambda t: Call(lambda: (time.sleep(0.01), sdpa(t).forward())[1])),
+        provider("slower", lambda t: Call(lambda: (time.sleep(0.01), sdpa(t).output())[1])),
         provider("wrong", wrong),
         provider("refusing", refusing),
         provider("failing", failing),

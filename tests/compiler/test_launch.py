@@ -121,23 +121,7 @@ print([(tuple(one.grid), tuple(one.block), one.kernel == entry.symbol) for one i
 """
 
 WITHOUT_DSL = """
-import importlib.metadata, importlib.util, sys
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("cutlass", "nvidia_cutlass_dsl"):
-            raise ModuleNotFoundError(name)
-sys.meta_path.insert(0, Absent())
-find_spec = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *rest: (
-    None if name in ("cutlass", "nvidia_cutlass_dsl") else find_spec(name, *rest)
-)
-version = importlib.metadata.version
-def without(name):
-    if name == "nvidia-cutlass-dsl":
-        raise importlib.metadata.PackageNotFoundError(name)
-    return version(name)
-importlib.metadata.version = without
-
+import tests.compiler.without_dsl
 import torch
 from types import SimpleNamespace
 from coflash.compiler import builder, launch, CompileError

@@ -4,7 +4,6 @@ from a folder made elsewhere, and in little host time."""
 from __future__ import annotations
 
 import os
-import statistics
 import subprocess
 import sys
 import threading
@@ -155,10 +154,18 @@ def test_every_device():
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     for index in range(torch.cuda.device_count()):
-        q, k, v = qkv(device=f"cuda:{index}")  # the current device stays 0
-        out = coflash.flash_attn_func(q, k, v, causal=True)
-        assert out.device.index == index and torch.cuda.current_device() == 0
-        assert_right(out, q, k, v, causal=True)
+        for grad in (False, True):
+            for _ in range(3):  # planned at first, then from the table
+                q, k, v = qkv(device=f"cuda:{index}", grad=grad)  # the current device stays 0
+                out = coflash.flash_attn_func(q, k, v, causal=True)
+                assert out.device.index == index and torch.cuda.current_device() == 0
+                assert_right(out.detach(), q.detach(), k.detach(), v.detach(), causal=True)
+    q, k, v = qkv(device="cuda:0")
+    with pytest.raises(ValueError, match="v is on cuda:1; accepted: the device of q, cuda:0"):
+        coflash.flash_attn_func(q, k, v.to("cuda:1"), causal=True)
+    with torch.cuda.device(1), torch.cuda.stream(torch.cuda.Stream()):  # now 0 is not the current one
+        assert_right(coflash.flash_attn_func(q, k, v, causal=True), q, k, v, causal=True)
+        assert torch.cuda.current_device() == 1
 
 
 def test_no_synchronisation_and_no_memory_beyond_the_outputs():
@@ -212,6 +219,12 @@ def test_strides_and_addresses():
     assert_right(coflash.flash_attn_func(q, k, v), q, k, v)
     q = normal(2, 300, 4, 72)[..., 1:65]  # an address that no copy engine takes
     assert_right(coflash.flash_attn_func(q, k, v), q, k, v)
+    spare = normal(2 * 300 * 4 * 64 + 8)
+    for shift in (0, 8, 1, 0, 3):  # a call that has been seen, at other addresses
+        q = spare[shift : shift + 2 * 300 * 4 * 64].view(2, 300, 4, 64)
+        assert_right(coflash.flash_attn_func(q, k, v), q, k, v)
+    with pytest.raises(ValueError, match="k is on cpu; accepted: the device of q"):
+        coflash.flash_attn_func(q, k.cpu(), v)
 
 
 def test_the_same_bits_every_time():
@@ -240,14 +253,24 @@ def test_past_two_to_the_31_elements(which):
             assert_right(out[:, :, part], q[:, :, part], k[:, :, part], v[:, :, part])
 
 
-@pytest.mark.parametrize(("grad", "bar"), [(False, 37e-6), (True, 37e-6)])
-def test_host_time_of_a_tiny_call(grad, bar):
-    """A quarter of flash-attn-4's 147 µs, which is below PyTorch's own attention too."""
-    from coflash.bench import timing
+@pytest.fixture(scope="module")
+def host_times():
+    """Seconds of a tiny call: of this package, and of the others that are installed, in the same rounds."""
+    from coflash.bench import host, providers
 
-    q, k, v = qkv(batch=1, seqlen=128, grad=grad)
-    found = [timing.host(lambda: coflash.flash_attn_func(q, k, v), torch.device("cuda")) for _ in range(3)]
-    assert statistics.median(found) < bar, found
+    device = torch.device("cuda", torch.cuda.current_device())
+    here, _ = providers.available(device, ["coflash", "cudnn", "fa2", "fa4"])
+    return host.tiny_calls(here, device)
+
+
+@pytest.mark.parametrize("kind", ["no_grad", "grad"])
+def test_host_time_of_a_tiny_call(kind, host_times):
+    """At most a quarter of flash-attn-4's (where it isn't installed: of the 147 µs it took first), and below
+    PyTorch's own attention, by whatever kernel."""
+    ours = host_times["coflash"][kind]
+    theirs = host_times["fa4"][kind] if "fa4" in host_times else 148e-6
+    assert ours <= theirs / 4, host_times
+    assert ours < min(host_times[name][kind] for name in ("cudnn", "fa2")), host_times
 
 
 FIRST_CALL = """
@@ -262,8 +285,13 @@ print(time.perf_counter() - started)
 """
 
 
+def environment_of(**env: str) -> dict[str, str]:
+    paths = [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **env}
+
+
 def first_call(**env: str) -> float:
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{os.environ.get('PYTHONPATH', '')}", **env}
+    environment = environment_of(**env)
     done = subprocess.run([sys.executable, "-c", FIRST_CALL], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return float(done.stdout)
@@ -277,38 +305,17 @@ def test_first_calls(tmp_path):
     assert cold < 2.5
 
 
-WITHOUT_DSL = """
-import importlib.metadata, importlib.util, sys
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("cutlass", "nvidia_cutlass_dsl"):
-            raise ModuleNotFoundError(name)
-sys.meta_path.insert(0, Absent())
-find_spec = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *rest: (
-    None if name in ("cutlass", "nvidia_cutlass_dsl") else find_spec(name, *rest)
-)
-version = importlib.metadata.version
-def without(name):
-    if name == "nvidia-cutlass-dsl":
-        raise importlib.metadata.PackageNotFoundError(name)
-    return version(name)
-importlib.metadata.version = without
-"""
-
-
 def test_a_folder_made_elsewhere_needs_no_dsl(tmp_path):
     pytest.importorskip("nvidia_cutlass_dsl", reason="needs nvidia-cutlass-dsl to make the folder")
     folder = tmp_path / "kernels"
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{os.environ.get('PYTHONPATH', '')}"}
     subprocess.run(
         [sys.executable, "-m", "coflash.cli", "compile", "--arch", "sm_90a", "--head-dim", "64", "--causal"]
         + ["-o", str(folder), "--with-runtime"],
-        env=environment,
+        env=environment_of(),
         check=True,
     )
-    code = WITHOUT_DSL + FIRST_CALL
-    environment |= {"COFLASH_CACHE": str(tmp_path / "empty"), "COFLASH_CACHE_READONLY": str(folder)}
+    code = "import tests.compiler.without_dsl" + FIRST_CALL
+    environment = environment_of(COFLASH_CACHE=str(tmp_path / "empty"), COFLASH_CACHE_READONLY=str(folder))
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert not (tmp_path / "empty").exists()

@@ -170,14 +170,14 @@ def _record(checks: dict[str, dict[str, Any]], provider: str, what: str, verdict
 def _forward(provider: Provider, t: tensors.Tensors, checks: dict[str, dict[str, Any]]) -> timing.Timed:
     call = provider.prepare(t)
     with torch.no_grad(), call.context():
-        _record(checks, provider.name, "out", check.forward(t, call.forward()))
+        _record(checks, provider.name, "out", check.forward(t, call.output()))
     return timing.Timed(torch.no_grad()(call.forward), call.context)
 
 
 def _backward(provider: Provider, t: tensors.Tensors, checks: dict[str, dict[str, Any]]) -> timing.Timed:
     call: Call = provider.prepare(t)
     with call.context():
-        out = call.forward()
+        out = call.output()
     inputs = (t.q, t.k, t.v)
 
     def gradients() -> tuple[Tensor, ...]:

@@ -28,12 +28,20 @@ class Unsupported(Exception):
     """A provider doesn't take this shape; the message says what it lacks."""
 
 
+def _same(result: Any) -> Any:
+    return result
+
+
 @dataclass(frozen=True)
 class Call:
-    """A prepared forward call: no arguments, returns the output, laid out as the tensors' q."""
+    """A prepared forward call."""
 
-    forward: Callable[[], Any]
+    forward: Callable[[], Any]  # what is timed
     context: Context = contextlib.nullcontext  # entered around a series of calls, not around each
+    restore: Callable[[Any], Tensor] = _same  # from what it returns, the output, laid out as the tensors' q
+
+    def output(self) -> Tensor:
+        return self.restore(self.forward())
 
 
 @dataclass(frozen=True)
@@ -86,21 +94,21 @@ def _coflash(t: Tensors) -> Call:
     }
     if s.window:
         options["window_size"] = s.window
+    return Call(_flash(coflash, t, options))
+
+
+def _flash(package: Any, t: Tensors, options: dict[str, Any]) -> Callable[[], Any]:
+    """The call of a package that has FlashAttention's two functions."""
     if t.cu_seqlens is None:
-        return Call(functools.partial(coflash.flash_attn_func, t.q, t.k, t.v, **options))
-    return Call(
-        functools.partial(
-            coflash.flash_attn_varlen_func,
-            t.q,
-            t.k,
-            t.v,
-            cu_seqlens_q=t.cu_seqlens,
-            cu_seqlens_k=t.cu_seqlens,
-            max_seqlen_q=s.seqlen_q,
-            max_seqlen_k=s.seqlen_k,
-            **options,
-        )
-    )
+        return functools.partial(package.flash_attn_func, t.q, t.k, t.v, **options)
+    options = {
+        "cu_seqlens_q": t.cu_seqlens,
+        "cu_seqlens_k": t.cu_seqlens,
+        "max_seqlen_q": t.shape.seqlen_q,
+        "max_seqlen_k": t.shape.seqlen_k,
+        **options,
+    }
+    return functools.partial(package.flash_attn_varlen_func, t.q, t.k, t.v, **options)
 
 
 def _coflash_version() -> str:
@@ -124,16 +132,21 @@ def _sdpa(backend: SDPBackend, t: Tensors) -> Call:
     _refuse(s, sink=s.sink, window=s.window is not None, varlen=bool(s.lengths))
     if s.causal and s.seqlen_q != s.seqlen_k:
         raise Unsupported("its causal mask is aligned to the top left")
-    q, k, v = (x.transpose(1, 2) for x in (t.q, t.k, t.v))
-    call = functools.partial(
-        torch.nn.functional.scaled_dot_product_attention,
-        q,
-        k,
-        v,
-        is_causal=s.causal,
-        enable_gqa=s.heads != s.heads_kv,
-    )
-    return Call(lambda: call().transpose(1, 2), functools.partial(sdpa_kernel, backend))
+    function = torch.nn.functional.scaled_dot_product_attention
+    return _heads_first(function, t, functools.partial(sdpa_kernel, backend), is_causal=s.causal)
+
+
+def _heads_first(
+    function: Callable[..., Tensor], t: Tensors, context: Context = contextlib.nullcontext, **options: Any
+) -> Call:
+    """The call of a function of PyTorch's, whose tensors have their heads before their tokens."""
+    q, k, v = (_transpose(x) for x in (t.q, t.k, t.v))
+    grouped = t.shape.heads != t.shape.heads_kv
+    return Call(functools.partial(function, q, k, v, enable_gqa=grouped, **options), context, _transpose)
+
+
+def _transpose(x: Tensor) -> Tensor:
+    return x.transpose(1, 2)
 
 
 def _fa2(t: Tensors) -> Call:
@@ -159,9 +172,7 @@ def _flex(t: Tensors) -> Call:
     mask = None
     if s.causal or s.window:
         mask = flex.create_block_mask(_mask_mod(s), None, None, s.seqlen_q, s.seqlen_k, device=t.q.device)
-    q, k, v = (x.transpose(1, 2) for x in (t.q, t.k, t.v))
-    call = functools.partial(_compiled_flex(), q, k, v, block_mask=mask, enable_gqa=s.heads != s.heads_kv)
-    return Call(lambda: call().transpose(1, 2))
+    return _heads_first(_compiled_flex(), t, block_mask=mask)
 
 
 def _mask_mod(s: Shape) -> Callable[..., Tensor]:
@@ -199,30 +210,13 @@ def _cudnn_version() -> str:
 
 
 def _fa4(t: Tensors) -> Call:
-    module = importlib.import_module("flash_attn.cute")
-    s = t.shape
-    options: dict[str, Any] = {"causal": s.causal, "learnable_sink": t.sink}
-    if s.window:
-        options |= {"window_size": s.window, "causal": False}
-    if t.cu_seqlens is None:
-        call = functools.partial(module.flash_attn_func, t.q, t.k, t.v, **options)
-    else:
-        call = functools.partial(
-            module.flash_attn_varlen_func,
-            t.q,
-            t.k,
-            t.v,
-            cu_seqlens_q=t.cu_seqlens,
-            cu_seqlens_k=t.cu_seqlens,
-            max_seqlen_q=s.seqlen_q,
-            max_seqlen_k=s.seqlen_k,
-            **options,
-        )
-    return Call(lambda: _first(call()))
+    options: dict[str, Any] = {"causal": t.shape.causal, "learnable_sink": t.sink}
+    if t.shape.window:
+        options |= {"window_size": t.shape.window, "causal": False}
+    return Call(_flash(importlib.import_module("flash_attn.cute"), t, options), restore=_first)
 
 
 def _fa3(t: Tensors) -> Call:
-    module = importlib.import_module(_fa3_module())
     s = t.shape
     _refuse(s, sink=s.sink)
     options: dict[str, Any] = {"causal": s.causal}
@@ -230,21 +224,7 @@ def _fa3(t: Tensors) -> Call:
         options |= {"window_size": s.window, "causal": False}
     if s.seqlen_q == 1:
         options["num_splits"] = 0  # its heuristic splits long caches
-    if t.cu_seqlens is None:
-        call = functools.partial(module.flash_attn_func, t.q, t.k, t.v, **options)
-    else:
-        call = functools.partial(
-            module.flash_attn_varlen_func,
-            t.q,
-            t.k,
-            t.v,
-            t.cu_seqlens,
-            t.cu_seqlens,
-            s.seqlen_q,
-            s.seqlen_k,
-            **options,
-        )
-    return Call(lambda: _first(call()))
+    return Call(_flash(importlib.import_module(_fa3_module()), t, options), restore=_first)
 
 
 @functools.cache
