@@ -86,8 +86,11 @@ def posing(monkeypatch):
 def test_what_is_timed_runs_the_kernel_and_is_right(arch, posing, name):
     with honest():
         made = tensors.make(CALLS[name], torch.device("cpu"), grad=False)
+    call = COFLASH.prepare(made)
     with torch.no_grad():
-        out = COFLASH.prepare(made).forward()
-    assert [found.block for found in posing] == [(512, 1, 1)]  # the Blackwell kernel's, and nothing else ran
+        outs = [call.forward() for _ in range(2)]  # calls seen before take a shorter way
+    assert [found.block for found in posing] == [
+        (512, 1, 1)
+    ] * 2  # the Blackwell kernel's, and nothing else ran
     with honest():
-        assert check.forward(made, out).right
+        assert all(check.forward(made, out).right for out in outs)
