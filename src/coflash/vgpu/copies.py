@@ -201,10 +201,7 @@ def bulk_commit(program: Program, i: Instruction) -> Step:
     guard = program.guard(i)
 
     def step(c: Convoy) -> None:
-        where = c.active(guard)
-        if where is False:
-            return
-        for warp, lane in threads_of(c, where):
+        for warp, lane, _ in threads_of(c, guard):
             queue = bulk_queue(warp, lane)
             queue.boundaries.append(queue.issued)
 
@@ -245,9 +242,14 @@ def bulk_wait(program: Program, i: Instruction) -> Step:
     return step
 
 
-def threads_of(c: Convoy, where: NDArray | None) -> list[tuple[Warp, int]]:
-    lanes = c.shape.lanes if where is None else np.flatnonzero(where) + c.shape.lo
-    return [(c.cta.warps[int(t) // 32], int(t) % 32) for t in lanes]
+def threads_of(c: Convoy, guard: tuple[int, bool] | None) -> list[tuple[Warp, int, int]]:
+    """The threads that an instruction is executed by: warp, lane, and place in the convoy's part of the registers."""
+    where = c.active(guard)
+    if where is False:
+        return []
+    first = c.shape.lo
+    lanes = c.shape.lanes if where is None else np.flatnonzero(where) + first
+    return [(c.cta.warps[int(t) // 32], int(t) % 32, int(t) - first) for t in lanes]
 
 
 def _thread_in(c: Convoy, where: NDArray | None, warp: Warp, lane: int) -> bool:
@@ -394,12 +396,8 @@ def bulk(program: Program, i: Instruction) -> Step:
     guard = program.guard(i)
 
     def step(c: Convoy) -> None:
-        where = c.active(guard)
-        if where is False:
-            return
         machine = c.machine
-        for warp, lane in threads_of(c, where):
-            position = warp.index * 32 + lane - c.shape.lo
+        for warp, lane, position in threads_of(c, guard):
             target = _value(read_to, c, position)
             source = _value(read_from, c, position)
             nbytes = _value(size_of, c, position)
@@ -524,11 +522,7 @@ def _tensor_copy(program: Program, i: Instruction, reduce: bool, parts: list[str
             raise PtxError(f"unknown tensor reduction: {i.text}", i.line)
 
         def store_step(c: Convoy) -> None:
-            where = c.active(guard)
-            if where is False:
-                return
-            for warp, lane in threads_of(c, where):
-                position = warp.index * 32 + lane - c.shape.lo
+            for warp, lane, position in threads_of(c, guard):
                 address, coordinates = where_to.get(c, position)
                 source = _shared_address(_value(read_source, c, position))
                 warp.kinds.add("store")
@@ -543,11 +537,7 @@ def _tensor_copy(program: Program, i: Instruction, reduce: bool, parts: list[str
     pair = "cta_group::2" in parts
 
     def load_step(c: Convoy) -> None:
-        where = c.active(guard)
-        if where is False:
-            return
-        for warp, lane in threads_of(c, where):
-            position = warp.index * 32 + lane - c.shape.lo
+        for warp, _, position in threads_of(c, guard):
             address, coordinates = source.get(c, position)
             target = _shared_address(_value(read_target, c, position))
             barrier = _shared_address(_value(read_barrier, c, position))
@@ -919,12 +909,8 @@ def try_cancel(program: Program, i: Instruction) -> Step:
     guard = program.guard(i)
 
     def step(c: Convoy) -> None:
-        where = c.active(guard)
-        if where is False:
-            return
         machine = c.machine
-        for warp, lane in threads_of(c, where):
-            position = warp.index * 32 + lane - c.shape.lo
+        for warp, _, position in threads_of(c, guard):
             target, offset = shared_place(c.cta, _shared_address(_value(read_to, c, position)), True, c)
             signal, at = shared_place(c.cta, _shared_address(_value(read_barrier, c, position)), True, c)
             ctas = c.cta.cluster.ctas if everywhere else [target]

@@ -971,12 +971,8 @@ def tensor_mma(program: Program, i: Instruction) -> Step:
     guard = program.guard(i)
 
     def step(c: Convoy) -> None:
-        where = c.active(guard)
-        if where is False:
-            return
         machine, cta = c.machine, c.cta
-        for warp, lane in threads_of(c, where):
-            position = warp.index * 32 + lane - c.shape.lo
+        for warp, _, position in threads_of(c, guard):
             warp.kinds.add("mma")
             try:
                 idesc = descriptors.decode_instruction(_value(idesc_read, c, position), kind, group, ws)
@@ -1169,11 +1165,7 @@ def tensor_cp(program: Program, i: Instruction) -> Step:
     guard = program.guard(i)
 
     def step(c: Convoy) -> None:
-        where = c.active(guard)
-        if where is False:
-            return
-        for warp, lane in threads_of(c, where):
-            position = warp.index * 32 + lane - c.shape.lo
+        for warp, _, position in threads_of(c, guard):
             address = _value(d_read, c, position)
             try:
                 desc = descriptors.decode_tcgen05(_value(s_read, c, position))
@@ -1223,11 +1215,8 @@ def tensor_shift(program: Program, i: Instruction) -> Step:
     source, target = tmem.shift_lanes()
 
     def step(c: Convoy) -> None:
-        where = c.active(guard)
-        if where is False:
-            return
-        for warp, lane in threads_of(c, where):
-            address = _value(read, c, warp.index * 32 + lane - c.shape.lo)
+        for warp, _, position in threads_of(c, guard):
+            address = _value(read, c, position)
             ctas = pair_of(c.cta, group)
 
             def run(agent: Agent, address: int = address, ctas: list[Cta] = ctas) -> None:
@@ -1257,12 +1246,8 @@ def tensor_commit(program: Program, i: Instruction) -> Step:
     guard = program.guard(i)
 
     def step(c: Convoy) -> None:
-        where = c.active(guard)
-        if where is False:
-            return
         machine = c.machine
-        for warp, lane in threads_of(c, where):
-            position = warp.index * 32 + lane - c.shape.lo
+        for warp, _, position in threads_of(c, guard):
             address = _shared_address(_value(read, c, position))
             target, offset = shared_place(c.cta, address, False, c)
             targets = [target]
