@@ -37,6 +37,46 @@ def _registers(count: int, first: int = 0) -> str:
     return "{" + ", ".join(f"%f{first + i}" for i in range(count)) + "}"
 
 
+_THREAD = """\
+  mov.u32 %thread, %tid.x;
+  shr.u32 %warp, %thread, 5;
+  and.b32 %lane, %thread, 31;
+  mov.u32 %smem, smem;"""
+
+
+def _maps(names: str) -> str:
+    """Addresses of the tensor maps of these names."""
+    return "\n".join(f"  mov.u64 %m{n}, map_{n};\n  cvta.param.u64 %m{n}, %m{n};" for n in names)
+
+
+# The stage of round %i, its barriers, and where its tiles of A and B lie.
+_PHASE = """\
+  and.b32 %stage, %i, 1;
+  shr.u32 %phase, %i, 1;
+  and.b32 %phase, %phase, 1;"""
+_BARRIERS = """\
+  shl.b32 %x, %stage, 3;
+  add.u32 %full, %bars, %x;
+  add.u32 %empty, %full, 16;"""
+_HOPPER_TILES = """\
+  shl.b32 %x, %stage, 13;
+  add.u32 %a, %smem, %x;
+  add.u32 %b, %a, 16384;"""
+_BLACKWELL_TILES = """\
+  shl.b32 %x, %stage, 14;
+  add.u32 %a, %smem, %x;
+  shl.b32 %x, %stage, 13;
+  add.u32 %b, %smem, %x;
+  add.u32 %b, %b, 32768;"""
+
+
+def _descriptor(tile: str) -> str:
+    return f"""\
+  shr.u32 %x, %{tile}, 4;
+  cvt.u64.u32 %wide, %x;
+  or.b64 %desc_{tile}, %wide, %fixed;"""
+
+
 # ---- Hopper ---------------------------------------------------------------------------------------------
 
 _WGMMA = "\n".join(
@@ -74,20 +114,12 @@ HOPPER = f"""
   .reg .b16 %both;
   .reg .b64 %ma, %mb, %mc, %da, %db, %desc_a, %desc_b, %fixed, %wide, %state;
   .reg .f32 %f<32>;
-  mov.u32 %thread, %tid.x;
-  shr.u32 %warp, %thread, 5;
-  and.b32 %lane, %thread, 31;
-  mov.u32 %smem, smem;
+{_THREAD}
   add.u32 %bars, %smem, 40960;
   mov.u32 %rank, %cluster_ctarank;
   mov.u32 %row, %ctaid.x;
   shl.b32 %row, %row, 6;
-  mov.u64 %ma, map_a;
-  cvta.param.u64 %ma, %ma;
-  mov.u64 %mb, map_b;
-  cvta.param.u64 %mb, %mb;
-  mov.u64 %mc, map_c;
-  cvta.param.u64 %mc, %mc;
+{_maps("abc")}
   ld.param.u32 %blocks, [blocks];
   setp.eq.u32 %first, %thread, 0;
   @!%first bra initialised;
@@ -108,16 +140,10 @@ initialised:
   mov.b16 %both, 3;
   mov.u32 %i, 0;
 produce:
-  and.b32 %stage, %i, 1;
-  shr.u32 %phase, %i, 1;
-  and.b32 %phase, %phase, 1;
+{_PHASE}
   xor.b32 %other, %phase, 1;
-  shl.b32 %x, %stage, 3;
-  add.u32 %full, %bars, %x;
-  add.u32 %empty, %full, 16;
-  shl.b32 %x, %stage, 13;
-  add.u32 %a, %smem, %x;
-  add.u32 %b, %a, 16384;
+{_BARRIERS}
+{_HOPPER_TILES}
 {_wait("%empty", "%other", "wait_empty")}
   mbarrier.arrive.expect_tx.shared::cta.b64 %state, [%full], 16384;
   shl.b32 %x, %i, 6;
@@ -137,22 +163,12 @@ consumer:
   xor.b32 %peer, %rank, 1;
   mov.b64 %fixed, 0x4000004000010000;
 consume:
-  and.b32 %stage, %i, 1;
-  shr.u32 %phase, %i, 1;
-  and.b32 %phase, %phase, 1;
-  shl.b32 %x, %stage, 3;
-  add.u32 %full, %bars, %x;
-  add.u32 %empty, %full, 16;
-  shl.b32 %x, %stage, 13;
-  add.u32 %a, %smem, %x;
-  add.u32 %b, %a, 16384;
+{_PHASE}
+{_BARRIERS}
+{_HOPPER_TILES}
 {_wait("%full", "%phase", "wait_full")}
-  shr.u32 %x, %a, 4;
-  cvt.u64.u32 %wide, %x;
-  or.b64 %desc_a, %wide, %fixed;
-  shr.u32 %x, %b, 4;
-  cvt.u64.u32 %wide, %x;
-  or.b64 %desc_b, %wide, %fixed;
+{_descriptor("a")}
+{_descriptor("b")}
   wgmma.fence.sync.aligned;
 {_WGMMA}
   wgmma.commit_group.sync.aligned;
@@ -192,10 +208,6 @@ finish:
 """
 
 # ---- Blackwell ------------------------------------------------------------------------------------------
-
-
-def _mma(a: str, b: str, enable: str) -> str:
-    return f"  tcgen05.mma.cta_group::1.kind::f16 [{{d}}], {a}, {b}, %idesc, {enable};"
 
 
 _FIRST_PRODUCT = "\n".join(
@@ -239,24 +251,14 @@ BLACKWELL = f"""
   .reg .b32 %h<32>, %s_ready, %p_ready, %v_ready, %o_ready;
   .reg .b64 %ma, %mb, %mv, %mc, %da, %db, %desc_a, %desc_b, %fixed, %wide, %state;
   .reg .f32 %f<64>;
-  mov.u32 %thread, %tid.x;
-  shr.u32 %warp, %thread, 5;
-  and.b32 %lane, %thread, 31;
-  mov.u32 %smem, smem;
+{_THREAD}
   add.u32 %bars, %smem, 73728;
   add.u32 %s_ready, %bars, 32;
   add.u32 %p_ready, %bars, 40;
   add.u32 %v_ready, %bars, 48;
   add.u32 %o_ready, %bars, 56;
   add.u32 %slot, %bars, 64;
-  mov.u64 %ma, map_a;
-  cvta.param.u64 %ma, %ma;
-  mov.u64 %mb, map_b;
-  cvta.param.u64 %mb, %mb;
-  mov.u64 %mv, map_v;
-  cvta.param.u64 %mv, %mv;
-  mov.u64 %mc, map_c;
-  cvta.param.u64 %mc, %mc;
+{_maps("abvc")}
   ld.param.u32 %blocks, [blocks];
   setp.eq.u32 %first, %thread, 0;
   @!%first bra initialised;
@@ -292,18 +294,10 @@ allocated:
   {_LOAD} [%a], [%mv, {{0, 0}}], [%v_ready];
   mov.u32 %i, 0;
 produce:
-  and.b32 %stage, %i, 1;
-  shr.u32 %phase, %i, 1;
-  and.b32 %phase, %phase, 1;
+{_PHASE}
   xor.b32 %other, %phase, 1;
-  shl.b32 %x, %stage, 3;
-  add.u32 %full, %bars, %x;
-  add.u32 %empty, %full, 16;
-  shl.b32 %x, %stage, 14;
-  add.u32 %a, %smem, %x;
-  shl.b32 %x, %stage, 13;
-  add.u32 %b, %smem, %x;
-  add.u32 %b, %b, 32768;
+{_BARRIERS}
+{_BLACKWELL_TILES}
 {_wait("%empty", "%other", "wait_empty")}
   mbarrier.arrive.expect_tx.shared::cta.b64 %state, [%full], 24576;
   shl.b32 %x, %i, 6;
@@ -321,24 +315,12 @@ multiply:
   mov.u32 %i, 0;
   setp.ne.u32 %accumulate, 0, 0;
 product:
-  and.b32 %stage, %i, 1;
-  shr.u32 %phase, %i, 1;
-  and.b32 %phase, %phase, 1;
-  shl.b32 %x, %stage, 3;
-  add.u32 %full, %bars, %x;
-  add.u32 %empty, %full, 16;
-  shl.b32 %x, %stage, 14;
-  add.u32 %a, %smem, %x;
-  shl.b32 %x, %stage, 13;
-  add.u32 %b, %smem, %x;
-  add.u32 %b, %b, 32768;
+{_PHASE}
+{_BARRIERS}
+{_BLACKWELL_TILES}
 {_wait("%full", "%phase", "wait_full")}
-  shr.u32 %x, %a, 4;
-  cvt.u64.u32 %wide, %x;
-  or.b64 %desc_a, %wide, %fixed;
-  shr.u32 %x, %b, 4;
-  cvt.u64.u32 %wide, %x;
-  or.b64 %desc_b, %wide, %fixed;
+{_descriptor("a")}
+{_descriptor("b")}
 {_FIRST_PRODUCT}
   tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%empty];
   add.u32 %i, %i, 1;
@@ -349,9 +331,7 @@ product:
 {_wait("%v_ready", "0", "wait_v")}
   tcgen05.fence::after_thread_sync;
   add.u32 %b, %smem, 49152;
-  shr.u32 %x, %b, 4;
-  cvt.u64.u32 %wide, %x;
-  or.b64 %desc_b, %wide, %fixed;
+{_descriptor("b")}
   setp.ne.u32 %accumulate, 0, 0;
 {_SECOND_PRODUCT}
   tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%o_ready];
