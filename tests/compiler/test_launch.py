@@ -67,11 +67,36 @@ def test_operands_are_copied_only_where_they_must_be(name):
         assert y.data_ptr() % 16 == 0 and y.stride(-1) == 1
 
 
+@pytest.mark.parametrize("name", layouts())
+def test_only_what_is_read_in_place_is_launched_directly(name):
+    odd, in_place = layouts()[name]
+    in_place = in_place or name.startswith("address")  # of later calls' addresses the caller takes care
+    plain = torch.ones(2, 3, 4, 64, dtype=torch.bfloat16)
+    for which in "qkv":
+        call = SimpleNamespace(**{"q": plain, "k": plain, "v": plain, which: odd}, softmax_scale=0.125)
+        direct = launch.Launch(print, ("q", "k", "v"), {}).direct(call)
+        assert (direct is not None) == in_place
+
+
+def test_a_direct_launch_passes_what_it_is_given():
+    calls = []
+    names = ("q", "k", "v", "out", "lse", "softmax_scale", "window_left", "tile_counter", "num_blocks")
+    bound = launch.Launch(lambda *given: calls.append(given), names, {"window_left": 7, "num_blocks": 132})
+    x = torch.ones(2, 3, 4, 64, dtype=torch.bfloat16)
+    bound.direct(SimpleNamespace(q=x, k=x, v=x, softmax_scale=0.125))("Q", "K", "V", "OUT", "LSE")
+    ((*given, counter, blocks),) = calls
+    assert given == ["Q", "K", "V", "OUT", "LSE", 0.125, 7] and blocks == 132
+    assert counter.tolist() == [0] * launch.COUNTER_WORDS
+
+
 @pytest.mark.parametrize("scale", [0.0, -0.5, float("nan")])
 def test_a_scale_that_no_kernel_takes(scale):
     bound = launch.Launch(print, ("softmax_scale",), {})
-    with pytest.raises(NotImplementedError, match="softmax_scale"):
-        bound(SimpleNamespace(softmax_scale=scale), None, None)
+    x = torch.ones(2, 3, 4, 64, dtype=torch.bfloat16)
+    operands = SimpleNamespace(q=x, k=x, v=x, softmax_scale=scale)
+    for start in (bound.direct, lambda operands: bound(operands, None, None)):
+        with pytest.raises(NotImplementedError, match="softmax_scale"):
+            start(operands)
 
 
 def test_a_sink_of_any_type_is_given_as_contiguous_float32():

@@ -144,7 +144,9 @@ def test_another_layout_or_address(kernel: Kernel, change: Callable[[Tensor], Te
     before = kernel.shortcuts
     qkv[which] = change(qkv[which])
     for again in range(2):
-        same(flash_attn_func(*qkv, **CAUSAL), expect(qkv, **CAUSAL))
+        out = flash_attn_func(*qkv, **CAUSAL)
+        same(out, expect(qkv, **CAUSAL))
+        assert out.is_contiguous()
         # What a kernel reads in place has a shortcut of its own; what must be copied has none.
         assert kernel.shortcuts - before == (again if change is every_other_row else 0)
 
