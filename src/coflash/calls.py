@@ -191,28 +191,27 @@ def _warn_of_portable_backward(arch: str) -> None:
 
 # Calls checked and planned so far, by signature.  Packed calls may bring a new total every time, so the table
 # is emptied when it has grown large: a plan is cheap to make again.
-_CALLS: dict[tuple[Any, ...], Call] = {}
+_CALLS: dict[Any, Call] = {}
 _MOST_CALLS = 4096
 
 
 def _signature(x: Any) -> Any:
+    if x is None:
+        return None
     if isinstance(x, Tensor):
         return x.dtype, x.shape, x.stride(), x.device, x.requires_grad
-    return None if x is None else type(x)  # what is no tensor, `checks` will refuse
+    if isinstance(x, tuple):
+        return tuple(map(_signature, x))
+    return type(x)  # of the scale; and what is no tensor, `checks` will refuse
 
 
 def prepare(operands: Operands, options: Options) -> Call:
     """The checked and planned call of this signature."""
-    q, k, v, *others = operands
     grad = torch.is_grad_enabled()
-    key: tuple[Any, ...] = (options, grad, _signature(q), _signature(k), _signature(v))
-    for x in others:
-        if x is not None and not isinstance(x, float):
-            key += tuple(map(_signature, x)) if isinstance(x, tuple) else (_signature(x),)
-        key += (None,)
     try:
         # The options' types too: 1 is no boolean, though it equals True.
-        key += (*map(type, options), *map(type, options.window_size))
+        types = (*map(type, options), *map(type, options.window_size))
+        key = (options, types, grad, tuple(map(_signature, operands)))
         call = _CALLS.get(key)
     except TypeError:  # nothing that is accepted fails to be a key, but for a list as window_size
         window: Any = options.window_size
@@ -220,6 +219,8 @@ def prepare(operands: Operands, options: Options) -> Call:
             return prepare(operands, options._replace(window_size=tuple(window)))
         checks.describe(operands, options)
         raise
+    if call is not None and not math.isfinite(operands.softmax_scale):
+        checks.describe(operands, options)  # of the scale a signature has the type alone
     if call is None:
         differentiable = (*operands[:5], *operands.captured)
         needs_grad = grad and any(isinstance(t, Tensor) and t.requires_grad for t in differentiable)

@@ -313,6 +313,16 @@ def test_an_argument_of_the_wrong_type(
         flash_attn_func(*qkv, **refused, backend=backend)
 
 
+@pytest.mark.parametrize("scale", [float("inf"), float("nan")])
+def test_a_scale_that_is_not_finite(kernel: Kernel, scale: float) -> None:
+    qkv = tensors()
+    for backend in ("auto", "portable"):
+        for _ in range(2):
+            flash_attn_func(*qkv, softmax_scale=0.5, backend=backend)
+        with pytest.raises(ValueError, match="softmax_scale is"):
+            flash_attn_func(*qkv, softmax_scale=scale, backend=backend)
+
+
 @pytest.mark.parametrize("option", ["learnable_sink", "alibi_slopes"])
 def test_tensors_beside_the_three(kernel: Kernel, option: str) -> None:
     """Their calls take the longer way. (The portable path that stands in here does not get to see them.)"""
