@@ -33,7 +33,7 @@ def test_chosen_budgets_fit(dims: tuple[int, int], arch: str) -> None:
         ({"ctas": 4}, "ctas"),
         ({"ctas": 2, "head_dim_v": 72}, "CTA pair"),
         ({"early_keys": 80}, "early_keys"),
-        ({"degree": 2}, "degree"),
+        ({"polynomial": 17}, "polynomial"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_sum(changes: dict, word: str) -> None:

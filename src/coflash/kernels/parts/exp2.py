@@ -2,10 +2,19 @@
 
 The special-function unit gives 16 results a clock and multiprocessor, which on Blackwell takes as long as the
 products of a tile.  A part of a row's exponentials is therefore computed as `2**floor(x) * p(x - floor(x))` on
-packed float32 pairs, ten instructions a pair in place of two.  After rounding to 16 bits the two ways agree to
-within `docs/numerics.md`'s figures.
+packed float32 pairs, p being the cubic of `coflash.exp2`.  A pair takes nine instructions where the special-function
+unit takes three, the scaling that makes x of a score included:
 
-The pair functions give PTX text, so that a kernel can put a whole row's work into one piece of inline PTX.
+    y = saturate((x - LOWEST) / SPAN)              two, one a number: bounds x on both sides, at no cost of its own
+    t = SPAN y + MAGIC, rounded down               floor(x) in the low bits of t
+    s = q (x - floor(x) + a)                       two: -q t + SHIFT, to which q SPAN y is added
+    p = (s s + SQUARE) s + CONSTANT                two: a cubic without its quadratic term
+    2**x = p's bits + (t << 23)                    two, one a number
+
+`q (MAGIC + a) = SHIFT` has to hold to 1e-6 although it is a number of seven digits: MAGIC may be any whole number
+whose low bits make the exponent right, and `tools/exp2_minimax.py` looks for one with which SHIFT is a float32.
+
+The functions give PTX text, so that a kernel can put a whole row's work into one piece of inline PTX.
 """
 
 from __future__ import annotations
@@ -17,10 +26,12 @@ from cutlass import Float32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
-from coflash.exp2 import COEFFICIENTS
-
-LOWEST = -127.0  # exponents below would wrap; 2**-127 is as good as zero beside any sum that holds a 1
-ROUNDER = float(2**23 + 2**22)  # added with rounding down, leaves floor(x) in the low bits
+LOWEST, SPAN = -100.0, 128.0  # x is taken between LOWEST and LOWEST + SPAN
+MAGIC = 10919836.0  # its low nine bits are LOWEST's
+Q = 0.4255548417568207
+SHIFT = 4646989.5
+SQUARE = 1.10672926902771
+CONSTANT = 0.46270471811294556
 
 
 @dsl_user_op
@@ -41,7 +52,7 @@ def exp2(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
     )
 
 
-#: Registers that the pair functions use, beside the pair itself.
+#: Registers that the functions below use, beside the pair itself.
 SCRATCH = ".reg .b32 lo, hi, p_lo, p_hi;\n.reg .b64 whole, part, power, k;"
 
 
@@ -55,42 +66,41 @@ def special(pair: str) -> list[str]:
     ]
 
 
-def polynomial(pair: str, degree: int) -> list[str]:
-    """Both at once on the multiply-add units, for numbers up to 126."""
-    *lower, highest = COEFFICIENTS[degree]
-    lines = [
-        f"mov.b64 {{lo, hi}}, {pair};",
-        f"max.f32 lo, lo, {_word(LOWEST)};",
-        f"max.f32 hi, hi, {_word(LOWEST)};",
+def bounded(scale: Any, offset: Any) -> tuple[Any, Any]:
+    """What a score is multiplied by, and what is added, to give y where `score * scale + offset` is x."""
+    return scale * (1 / SPAN), offset * (1 / SPAN) + (-LOWEST / SPAN)
+
+
+def polynomial(pair: str, low: str, high: str, scale: str, offset: str) -> list[str]:
+    """Of the scores `low` and `high`, on the multiply-add units; `scale` and `offset` are those of `bounded`."""
+    return [
+        f"fma.rn.sat.f32 lo, {low}, {scale}, {offset};",
+        f"fma.rn.sat.f32 hi, {high}, {scale}, {offset};",
         f"mov.b64 {pair}, {{lo, hi}};",
-        f"mov.b64 k, {_twice(ROUNDER)};",
-        f"add.rm.f32x2 whole, {pair}, k;",
-        "sub.rn.f32x2 part, whole, k;",
-        f"sub.rn.f32x2 part, {pair}, part;",
-        f"mov.b64 power, {_twice(highest)};",
-    ]
-    for coefficient in reversed(lower):
-        lines += [f"mov.b64 k, {_twice(coefficient)};", "fma.rn.f32x2 power, power, part, k;"]
-    # The integer sits in the low bits: shifted into the exponent field it multiplies by 2**floor(x).
-    lines += [
+        f"mov.b64 k, {_twice(SPAN)};",
+        f"mov.b64 part, {_twice(MAGIC)};",
+        f"fma.rm.f32x2 whole, {pair}, k, part;",
+        f"mov.b64 k, {_twice(-Q)};",
+        f"mov.b64 part, {_twice(SHIFT)};",
+        "fma.rn.f32x2 part, whole, k, part;",
+        f"mov.b64 k, {_twice(Q * SPAN)};",
+        f"fma.rn.f32x2 part, {pair}, k, part;",
+        f"mov.b64 k, {_twice(SQUARE)};",
+        "fma.rn.f32x2 power, part, part, k;",
+        f"mov.b64 k, {_twice(CONSTANT)};",
+        "fma.rn.f32x2 power, power, part, k;",
+        # The integer sits in the low bits: shifted into the exponent field it multiplies by 2**floor(x).
         "mov.b64 {lo, hi}, whole;",
         "mov.b64 {p_lo, p_hi}, power;",
-        "shl.b32 lo, lo, 23;",
-        "shl.b32 hi, hi, 23;",
-        "add.s32 lo, lo, p_lo;",
-        "add.s32 hi, hi, p_hi;",
+        f"mad.lo.s32 lo, lo, {1 << 23}, p_lo;",
+        f"mad.lo.s32 hi, hi, {1 << 23}, p_hi;",
         f"mov.b64 {pair}, {{lo, hi}};",
     ]
-    return lines
 
 
 def by_polynomial(pair: int, share: int, out_of: int = 16) -> bool:
     """Whether pair number `pair` is one of the `share` in `out_of` that the polynomial takes, spread evenly."""
     return (pair + 1) * share // out_of > pair * share // out_of
-
-
-def _word(value: float) -> str:
-    return "0f" + struct.pack(">f", value).hex().upper()
 
 
 def _twice(value: float) -> str:

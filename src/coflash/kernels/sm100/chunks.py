@@ -67,31 +67,37 @@ def settle(
     return results[:count], results[count:]
 
 
+def factors(scale: Float32, offset: Float32) -> list[Any]:
+    """Of `score * scale + offset`: twice in 64 bits for the special-function unit, then those of the polynomial."""
+    return [op.twice(scale), op.twice(offset), *exp2.bounded(scale, offset)]
+
+
 def probabilities(
     chunk: list[ir.Value],
-    scale: Int64,
-    minus: Int64,
+    factors: list[Any],
     sums: list[Any],
     dtype: str,
     share: int,
-    degree: int,
 ) -> tuple[list[ir.Value], list[ir.Value]]:
-    """exp2(score * scale + minus) as 16-bit pairs, and the sums raised by them; `scale` and `minus` hold a number
-    twice. `share` of 16 pairs go by polynomial."""
+    """exp2(score * scale + offset) as 16-bit pairs, and the sums raised by them. `factors` are those of the function
+    of this name; `share` of 16 pairs go by polynomial."""
     words = len(chunk) // 2
     results = [("r", T.i32())] * words + [("l", T.i64())] * len(sums)
     at = len(results) + len(sums)
-    scale_name, minus_name = f"${at + len(chunk)}", f"${at + len(chunk) + 1}"
+    name = [f"${at + len(chunk) + i}" for i in range(len(factors))]
     lines = [".reg .b64 pair;", exp2.SCRATCH]
     for i in range(words):
         total = f"${words + i % len(sums)}"
-        lines.append(f"mov.b64 pair, {{${at + 2 * i}, ${at + 2 * i + 1}}};")
-        lines.append(f"fma.rn.f32x2 pair, pair, {scale_name}, {minus_name};")
-        taken = exp2.by_polynomial(i, share)
-        lines += exp2.polynomial("pair", degree) if taken else exp2.special("pair")
+        low, high = f"${at + 2 * i}", f"${at + 2 * i + 1}"
+        if exp2.by_polynomial(i, share):
+            lines += exp2.polynomial("pair", low, high, *name[2:])
+        else:
+            lines.append(f"mov.b64 pair, {{{low}, {high}}};")
+            lines.append(f"fma.rn.f32x2 pair, pair, {name[0]}, {name[1]};")
+            lines += exp2.special("pair")
         lines.append(f"add.rn.f32x2 {total}, {total}, pair;")
         lines.append(f"cvt.rn.{_packed(dtype)}.f32 ${i}, hi, lo;")
-    out = _run(_block(lines), results, sums, [*chunk, scale, minus], tied_from=words)
+    out = _run(_block(lines), results, sums, [*chunk, *factors], tied_from=words)
     return out[:words], out[words:]
 
 

@@ -48,7 +48,6 @@ class ForwardConfig:
     q_stages: int = 1  # buffers of each Q tile: 2 loads the next tile's queries early
     kv_stages: int = 5  # buffers of a K or V block, in one ring
     polynomial: int = 3  # of 16 pairs of exponentials, how many by polynomial in unmasked blocks
-    degree: int = 3  # of that polynomial
     early_keys: int = 96  # of a block's 128 keys, those whose P is handed over first
     dynamic: bool = False  # tiles by cluster launch control; else every cluster strides through them
     registers: tuple[int, int, int] = (184, 96, 48)  # of a thread: softmax, epilogue, other warps
@@ -67,8 +66,6 @@ class ForwardConfig:
             raise ValueError(f"pack_heads {self.pack_heads}: a divisor of {ROWS}")
         if not 0 <= self.polynomial <= 16:
             raise ValueError(f"polynomial {self.polynomial}: 0 to 16 of 16")
-        if self.degree not in (3, 4, 5):
-            raise ValueError(f"degree {self.degree}: 3, 4 or 5")
         if self.early_keys % 32 or not 32 <= self.early_keys < BLOCK:
             raise ValueError(f"early_keys {self.early_keys}: a multiple of 32 below {BLOCK}")
         if self.q_stages not in (1, 2):

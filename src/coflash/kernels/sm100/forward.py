@@ -273,7 +273,7 @@ class Forward:
         pair = self.config.ctas == 2
         if cutlass.const_expr(pair):
             if rank == 0:
-                read.wait(cluster=True)
+                read.wait(order="acquire.cluster")
         if prims.elect_sync():
             prims.mbarrier_arrive_expect_tx(op.shared(sh.launch_answer), 16)
             if rank == 0:
@@ -517,10 +517,11 @@ class Forward:
 
     @cute.jit
     def arrive_at_leader(self, barrier):
+        """One arrival for all 32 lanes, after a tcgen05 fence: what is handed over lies in tensor memory."""
         cute.arch.sync_warp()
         if prims.elect_sync():
             if cutlass.const_expr(self.config.ctas == 2):
-                op.arrive_at(barrier, 0)
+                op.arrive_at(barrier, 0, order="relaxed")
             else:
                 op.arrive(barrier)
 

@@ -71,13 +71,15 @@ def init(barrier: Int32, arrivals: Any, *, loc: Any = None, ip: Any = None) -> N
 
 
 @dsl_user_op
-def wait(barrier: Int32, parity: Int32, *, cluster: bool = False, loc: Any = None, ip: Any = None) -> None:
-    """Block until the barrier's phase of this parity is complete."""
-    scope = "cluster" if cluster else "cta"
+def wait(
+    barrier: Int32, parity: Int32, *, order: str = "acquire.cta", loc: Any = None, ip: Any = None
+) -> None:
+    """Block until the barrier's phase of this parity is complete. `order`: what this thread then sees; relaxed is
+    enough for tensor memory between tcgen05 fences, and spares the multiprocessor's first-level cache."""
     ptx(
         None,
         "{\n\t.reg .pred done;\nagain:\n\t"
-        f"mbarrier.try_wait.parity.acquire.{scope}.shared::cta.b64 done, [$0], $1, 10000000;\n\t"
+        f"mbarrier.try_wait.parity.{order}.shared::cta.b64 done, [$0], $1, 10000000;\n\t"
         "@!done bra again;\n\t}",
         "r,r",
         barrier,
@@ -93,12 +95,15 @@ def arrive(barrier: Int32, *, loc: Any = None, ip: Any = None) -> None:
 
 
 @dsl_user_op
-def arrive_at(barrier: Int32, rank: int, *, loc: Any = None, ip: Any = None) -> None:
-    """Arrive at the barrier that CTA `rank` of the cluster has at this address."""
+def arrive_at(
+    barrier: Int32, rank: int, *, order: str = "release", loc: Any = None, ip: Any = None
+) -> None:
+    """Arrive at the barrier that CTA `rank` of the cluster has at this address. A release waits until all that
+    this thread wrote is visible to the cluster; relaxed is enough for tensor memory behind a tcgen05 fence."""
     ptx(
         None,
         "{\n\t.reg .b32 remote;\n\tmapa.shared::cluster.u32 remote, $0, $1;\n\t"
-        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n\t}",
+        f"mbarrier.arrive.{order}.cluster.shared::cluster.b64 _, [remote];\n\t}}",
         "r,r",
         barrier,
         Int32(rank),

@@ -106,19 +106,20 @@ class Products(Fixture):
     def values(self, t: cutlass.Constexpr[int], buffer, v_stage, first, last):
         """O of tile t (+)= P V, as far as P is there."""
         c, sh = self.config, self.sh
-        pair = c.ctas == 2
+        # What is handed over lies in tensor memory, and tcgen05 fences stand on either side of the barrier.
+        order = "relaxed.cluster" if c.ctas == 2 else "acquire.cta"
         if first:
-            self.o_free[t].wait(cluster=pair)
+            self.o_free[t].wait(order=order)
         if cutlass.const_expr(c.q_tiles == 1):
-            self.p_ring.wait_full(cluster=pair)
+            self.p_ring.wait_full(order=order)
             self.p_ring.advance()
         else:
-            self.p_early[t].wait(cluster=pair)
+            self.p_early[t].wait(order=order)
         prims.tcgen05_fence("after_thread_sync")
         v = self.v.at(sh.kv + v_stage * c.kv_bytes)
         for step in cutlass.range_constexpr(BLOCK // STEP):
             if cutlass.const_expr(c.q_tiles == 2 and step * STEP == c.early_keys):
-                self.p_late[t].wait(cluster=pair)
+                self.p_late[t].wait(order=order)
                 prims.tcgen05_fence("after_thread_sync")
             accumulate = Boolean(True)
             if cutlass.const_expr(step == 0):

@@ -24,8 +24,8 @@ class Barrier(Fixture):
         )  # a tensor: loops carry its contents without being told to
         self.parity[0] = Int32(first)
 
-    def wait(self, cluster: bool = False) -> None:
-        op.wait(self.address, self.parity[0], cluster=cluster)
+    def wait(self, order: str = "acquire.cta") -> None:
+        op.wait(self.address, self.parity[0], order=order)
         self.parity[0] = self.parity[0] ^ 1
 
 
@@ -48,8 +48,8 @@ class Ring(Fixture):
     def empty_at(self, stage: Int32) -> Int32:
         return self.empty + 8 * stage
 
-    def wait_full(self, cluster: bool = False) -> None:
-        op.wait(self.full_at(self.stage), self.place[1], cluster=cluster)
+    def wait_full(self, order: str = "acquire.cta") -> None:
+        op.wait(self.full_at(self.stage), self.place[1], order=order)
 
     def wait_empty(self) -> None:
         op.wait(self.empty_at(self.stage), self.place[1])

@@ -133,10 +133,10 @@ class Rows(Fixture):
         """Probabilities to tensor memory over S, the first part announced early, and their sum."""
         c = self.config
         sums = [self.sums[0], self.sums[1]]
-        scale, offset = op.twice(self.scale), op.twice(minus)
+        factors = chunks.factors(self.scale, minus)
         for i, chunk in enumerate(scores):
             share = 0 if masked else c.polynomial
-            words, sums = chunks.probabilities(chunk, scale, offset, sums, c.dtype, share, c.degree)
+            words, sums = chunks.probabilities(chunk, factors, sums, c.dtype, share)
             chunks.store(self.p + i * (CHUNK // 2), words)
             self.announce((i + 1) * CHUNK)
         for i in range(2):
