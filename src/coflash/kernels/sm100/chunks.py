@@ -75,19 +75,21 @@ def factors(scale: Float32, offset: Float32) -> list[Any]:
 def probabilities(
     chunk: list[ir.Value],
     factors: list[Any],
-    sums: list[Any],
+    sums: list[ir.Value] | None,
     dtype: str,
     share: int,
 ) -> tuple[list[ir.Value], list[ir.Value]]:
-    """exp2(score * scale + offset) as 16-bit pairs, and the sums raised by them. `factors` are those of the function
-    of this name; `share` of 16 pairs go by polynomial."""
-    words = len(chunk) // 2
-    results = [("r", T.i32())] * words + [("l", T.i64())] * len(sums)
-    at = len(results) + len(sums)
+    """exp2(score * scale + offset) as 16-bit pairs, and the sums (two pairs; None: nothing yet) raised by them.
+
+    `factors` are those of the function of this name; `share` of 16 pairs go by polynomial."""
+    words, totals = len(chunk) // 2, 2
+    results = [("r", T.i32())] * words + [("l", T.i64())] * totals
+    tied = sums or []
+    at = len(results) + len(tied)
     name = [f"${at + len(chunk) + i}" for i in range(len(factors))]
     lines = [".reg .b64 pair;", exp2.SCRATCH]
     for i in range(words):
-        total = f"${words + i % len(sums)}"
+        total = f"${words + i % totals}"
         low, high = f"${at + 2 * i}", f"${at + 2 * i + 1}"
         if exp2.by_polynomial(i, share):
             lines += exp2.polynomial("pair", low, high, *name[2:])
@@ -95,9 +97,11 @@ def probabilities(
             lines.append(f"mov.b64 pair, {{{low}, {high}}};")
             lines.append(f"fma.rn.f32x2 pair, pair, {name[0]}, {name[1]};")
             lines += exp2.special("pair")
-        lines.append(f"add.rn.f32x2 {total}, {total}, pair;")
+        first = i < totals and not tied
+        lines.append(f"mov.b64 {total}, pair;" if first else f"add.rn.f32x2 {total}, {total}, pair;")
         lines.append(f"cvt.rn.{_packed(dtype)}.f32 ${i}, hi, lo;")
-    out = _run(_block(lines), results, sums, [*chunk, *factors], tied_from=words)
+    untied = words if tied else words + totals
+    out = _run(_block(lines), results, tied, [*chunk, *factors], tied_from=untied)
     return out[:words], out[words:]
 
 

@@ -47,8 +47,9 @@ class ForwardConfig:
     ctas: int = 1  # CTAs that issue their products together: 2 is the pair mode
     q_stages: int = 1  # buffers of each Q tile: 2 loads the next tile's queries early
     kv_stages: int = 5  # buffers of a K or V block, in one ring
+    softmax: str = "online"  # "held": no maximum in blocks that are seen whole, bfloat16 alone has the range
     polynomial: int = 3  # of 16 pairs of exponentials, how many by polynomial in unmasked blocks
-    early_keys: int = 96  # of a block's 128 keys, those whose P is handed over first
+    early_keys: int = 96  # of a block's 128 keys, those whose P is handed over first (held: all)
     dynamic: bool = False  # tiles by cluster launch control; else every cluster strides through them
     registers: tuple[int, int, int] = (184, 96, 48)  # of a thread: softmax, epilogue, other warps
 
@@ -66,8 +67,14 @@ class ForwardConfig:
             raise ValueError(f"pack_heads {self.pack_heads}: a divisor of {ROWS}")
         if not 0 <= self.polynomial <= 16:
             raise ValueError(f"polynomial {self.polynomial}: 0 to 16 of 16")
-        if self.early_keys % 32 or not 32 <= self.early_keys < BLOCK:
-            raise ValueError(f"early_keys {self.early_keys}: a multiple of 32 below {BLOCK}")
+        if self.early_keys % 32 or not 32 <= self.early_keys <= BLOCK:
+            raise ValueError(f"early_keys {self.early_keys}: a multiple of 32 up to {BLOCK}")
+        if self.softmax not in ("online", "held"):
+            raise ValueError(f"softmax {self.softmax!r}: online or held")
+        if self.softmax == "held" and (
+            self.dtype != "bf16" or self.q_tiles == 1 or self.early_keys != BLOCK
+        ):
+            raise ValueError("softmax held: bfloat16, two Q tiles, and P handed over at once")
         if self.q_stages not in (1, 2):
             raise ValueError(f"q_stages {self.q_stages}: 1 or 2")
         if self.kv_stages < 2:
@@ -241,6 +248,8 @@ def choose(arch: str, **features: Any) -> ForwardConfig:
         alone = bounded or features.get("packed_q", False) or features.get("pack_heads", 1) > 1
         draft["ctas"] = 2 if max(dim, dim_v) > 128 or (dim == 128 and not alone) else 1
     config = ForwardConfig(**draft)
+    if "softmax" not in features and config.dtype == "bf16" and config.q_tiles == 2:
+        config = replace(config, softmax="held", early_keys=BLOCK)
     if "registers" not in features and config.q_tiles == 2:
         config = replace(config, registers=(184, 80, 64))  # narrower rows of O, more state in the MMA thread
     if "q_stages" not in features:

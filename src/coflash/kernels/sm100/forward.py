@@ -29,7 +29,7 @@ from coflash.kernels.sm100.config import BLOCK, ROWS, WORK_SLOTS, WORK_WORDS, Fo
 from coflash.kernels.sm100.output import Target, store_bytes
 from coflash.kernels.sm100.products import Products
 from coflash.kernels.sm100.shared import Barrier, Ring, Shared
-from coflash.kernels.sm100.softmax import HalfRows, Rows
+from coflash.kernels.sm100.softmax import HalfRows, HeldRows, Rows
 from coflash.kernels.sm100.work import END, ITEM, SKIP, Call, TileOrder, Work, section_heads
 
 ELEMENTS = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
@@ -479,7 +479,8 @@ class Forward:
         t, shift = group, Int32(0)
         if cutlass.const_expr(c.q_tiles == 1):
             t, shift = Int32(0), group * HalfRows.width
-        rows = (Rows if c.q_tiles == 2 else HalfRows)(self, call, sh, group, lanes)
+        kind = HeldRows if c.softmax == "held" else Rows if c.q_tiles == 2 else HalfRows
+        rows = kind(self, call, sh, group, lanes)
         stats_free = Barrier(sh.stats_free + 8 * t, first=1)
         work.take()
         while work.exists:
@@ -494,15 +495,21 @@ class Forward:
                     whole_lo = (work.keys(first + ROWS - 1)[0] + BLOCK - 1) // BLOCK
                     whole_lo = least(most(whole_lo, lo), whole_hi)
                 rows.start()
-                for back in cutlass.range(hi - whole_hi, unroll=1):
-                    at = (hi - 1 - back) * BLOCK + shift
-                    rows.block(low - at, high - at, masked=True)
-                for _ in cutlass.range(whole_hi - whole_lo, unroll=1):
-                    rows.block(low, high, masked=False)
-                if cutlass.const_expr(c.bounded_left):
-                    for back in cutlass.range(whole_lo - lo, unroll=1):
-                        at = (whole_lo - 1 - back) * BLOCK + shift
+                if cutlass.const_expr(c.softmax == "held"):
+                    for back in cutlass.range(hi - lo, unroll=1):
+                        j = hi - 1 - back
+                        at = j * BLOCK
+                        rows.visit(low - at, high - at, (whole_lo <= j) & (j < whole_hi))
+                else:
+                    for back in cutlass.range(hi - whole_hi, unroll=1):
+                        at = (hi - 1 - back) * BLOCK + shift
                         rows.block(low - at, high - at, masked=True)
+                    for _ in cutlass.range(whole_hi - whole_lo, unroll=1):
+                        rows.block(low, high, masked=False)
+                    if cutlass.const_expr(c.bounded_left):
+                        for back in cutlass.range(whole_lo - lo, unroll=1):
+                            at = (whole_lo - 1 - back) * BLOCK + shift
+                            rows.block(low - at, high - at, masked=True)
                 stats_free.wait()
                 op.store_shared(sh.stats + (group * ROWS + thread) * 8, [rows.total(), rows.reference()])
                 self.arrive_from_warp(sh.stats_full + 8 * t)

@@ -218,9 +218,11 @@ def twice(a: Float32, *, loc: Any = None, ip: Any = None) -> Int64:
 
 
 @dsl_user_op
-def product(a: Int64, b: Int64, *, loc: Any = None, ip: Any = None) -> Int64:
-    """Of two packed float32 pairs."""
-    return Int64(ptx(T.i64(), "mul.rn.f32x2 $0, $1, $2;", "=l,l,l", a, b, pure=True, loc=loc, ip=ip))
+def total(pairs: list[Any], *, loc: Any = None, ip: Any = None) -> Float32:
+    """Sum of two packed float32 pairs."""
+    both = ptx(T.i64(), "add.rn.f32x2 $0, $1, $2;", "=l,l,l", *pairs, pure=True, loc=loc, ip=ip)
+    low, high = halves(both, loc=loc, ip=ip)
+    return low + high
 
 
 @dsl_user_op

@@ -20,6 +20,8 @@ EVERY_LANE = 0xFFFFFFFF
 TOLERANCE = (
     8.0  # log2 units that a row's maximum may exceed its reference by before sum and O are brought down
 )
+HEAVY = 2.0  # a block's sum over the sum before it, above which a held reference is looked at again
+SUM_MOST = 2.0**26  # of a block with a held reference: below what the polynomial gives where its range ends
 CHUNK = 32  # columns of S and P moved between tensor memory and registers at a time
 RESCALED = 16  # columns of O
 
@@ -41,38 +43,40 @@ class Rows(Fixture):
         self.s_full = Barrier(sh.s_full + 8 * tile)
         self.p_early, self.p_late = sh.p_early + 8 * tile, sh.p_late + 8 * tile
         self.scale = call.softmax_scale * LOG2_E
+        self.cap = None
         if c.softcap:
-            self.softcap, self.cap_scale = call.softcap, self.scale * 2.0 / call.softcap
+            self.cap = (self.scale * 2.0 / call.softcap, call.softcap * -2.0, call.softcap)
             self.scale = Float32(LOG2_E)
-        self.state = cute.make_rmem_tensor((1,), Float32)  # the reference
-        self.sums = cute.make_rmem_tensor((2,), Int64)  # four partial sums, in pairs
+        self.state = cute.make_rmem_tensor((2,), Float32)  # the reference, and the sum so far
         self.fresh = cute.make_rmem_tensor((1,), Int32)  # whether O holds nothing of this row yet
 
     def start(self) -> None:
         self.state[0] = Float32(-INFINITY)
-        for i in range(2):
-            self.sums[i] = Int64(0)
+        self.state[1] = Float32(0.0)
         self.fresh[0] = Int32(1)
 
     def reference(self) -> Float32:
         return self.state[0]
 
     def total(self) -> Float32:
-        (a, b), (c, d) = (op.halves(self.sums[i]) for i in range(2))
-        return (a + b) + (c + d)
+        return self.state[1]
 
     # ---- one block ----
 
-    @cute.jit
-    def block(self, low, high, masked: cutlass.Constexpr[bool]):
+    def block(self, low: Int32, high: Int32, masked: bool) -> None:
         """S of a block to P. Masked: columns outside [low, high) are invisible to this row."""
         self.wait_for_scores()
         prims.tcgen05_fence("after_thread_sync")
+        self.online(low, high, masked)
+        self.fresh[0] = Int32(0)
+
+    @cute.jit
+    def online(self, low, high, masked: cutlass.Constexpr[bool]):
+        """Find the block's maximum first, and move the reference if it has to be."""
         scores, top = self.read(low, high, masked)
         top = self.agree(top * self.scale)
         if prims.vote_sync(EVERY_LANE, top - self.state[0] > TOLERANCE, "any"):
             self.raise_reference(top)
-        self.fresh[0] = Int32(0)
         minus = -self.state[0]
         if cutlass.const_expr(masked):
             minus = select(self.state[0] == -INFINITY, Float32(0.0), minus)
@@ -98,14 +102,13 @@ class Rows(Fixture):
 
     def read(self, low: Int32, high: Int32, masked: bool) -> tuple[list, Float32]:
         """The row's scores, and the largest. The maximum of a chunk is taken while the next one is on its way."""
-        cap = (self.cap_scale, self.softcap * -2.0, self.softcap) if self.config.softcap else None
         bounds = {}
         if masked:
             bounds = {"high": high} | ({"low": low} if self.config.bounded_left else {})
         scores, tops = [], [Float32(-INFINITY), Float32(-INFINITY)]
         following = chunks.load(self.s, CHUNK)
         for first in range(0, self.width, CHUNK):
-            chunk, tops = chunks.settle(following, tops, first, cap=cap, **bounds)
+            chunk, tops = chunks.settle(following, tops, first, cap=self.cap, **bounds)
             if first + CHUNK < self.width:
                 following = chunks.load(self.s + first + CHUNK, CHUNK)
             scores.append(chunk)
@@ -119,9 +122,8 @@ class Rows(Fixture):
         finite = select(after == -INFINITY, Float32(0.0), after)
         factor = exponentials.exp2(before - finite)
         self.state[0] = after
+        self.state[1] = self.state[1] * factor
         factors = op.twice(factor)
-        for i in cutlass.range_constexpr(2):
-            self.sums[i] = op.product(self.sums[i], factors)
         if self.fresh[0] == 0:
             self.wait_for_o()
             for first in cutlass.range_constexpr(0, self.o_width, RESCALED):
@@ -132,20 +134,93 @@ class Rows(Fixture):
     def write(self, scores: list, minus: Float32, masked: bool) -> None:
         """Probabilities to tensor memory over S, the first part announced early, and their sum."""
         c = self.config
-        sums = [self.sums[0], self.sums[1]]
+        sums = None
         factors = chunks.factors(self.scale, minus)
         for i, chunk in enumerate(scores):
             share = 0 if masked else c.polynomial
             words, sums = chunks.probabilities(chunk, factors, sums, c.dtype, share)
             chunks.store(self.p + i * (CHUNK // 2), words)
             self.announce((i + 1) * CHUNK)
-        for i in range(2):
-            self.sums[i] = Int64(sums[i])
+        self.add(op.total(sums))
+
+    def add(self, block: Float32) -> None:
+        """A block's sum to the row's."""
+        self.state[1] = self.state[1] + block
 
     @property
     def p(self) -> Int32:
         """First column of this thread's part of P, which overlays S."""
         return self.s
+
+
+class HeldRows(Rows):
+    """The reference is held: blocks that every row sees whole compute no maximum.
+
+    Their probabilities are computed with the reference at hand, and their sum tells whether that will do. It will not
+    where a block's sum is more than twice all before it: there a probability may dominate its row, and would not be
+    a power of two, whose rounding cancels in the quotient; and not where the sum is out of bounds, for then one may
+    have overflowed, or have met the end of the polynomial's range. S is still in place, and the block is done again,
+    online, before P of it was written.
+    """
+
+    def __init__(self, forward, call, sh, tile: Int32, lanes: Int32) -> None:
+        super().__init__(forward, call, sh, tile, lanes)
+        self.bound = cute.make_rmem_tensor((1,), Float32)  # what the next block's sum may be
+
+    @cute.jit
+    def visit(self, low, high, whole):
+        """S of a block to P; `whole`: every row of the warpgroup sees all of it."""
+        self.wait_for_scores()
+        prims.tcgen05_fence("after_thread_sync")
+        again = Int32(1)
+        if whole:
+            if self.fresh[0] == 1:
+                self.hold()
+            again = self.held()
+        if again == 1:
+            self.online(low, high, True)
+        self.fresh[0] = Int32(0)
+
+    def hold(self) -> None:
+        """Take the block's maximum as the reference: nothing came before it."""
+        tops = [Float32(-INFINITY), Float32(-INFINITY)]
+        for first in range(0, BLOCK, CHUNK):
+            _, tops = chunks.settle(chunks.load(self.s + first, CHUNK), tops, cap=self.cap)
+        self.state[0] = cute.arch.fmax(Float32(tops[0]), Float32(tops[1])) * self.scale
+        self.bound[0] = Float32(SUM_MOST)
+
+    @cute.jit
+    def held(self):
+        """Without a maximum. Answers 1 if the block has to be done again, for all rows of the warp."""
+        words, block = self.compute()
+        again = Int32(1)
+        if prims.vote_sync(EVERY_LANE, block <= self.bound[0], "all"):  # not for NaN
+            self.keep(words, block)
+            again = Int32(0)
+        return again
+
+    def compute(self) -> tuple[list, Float32]:
+        c = self.config
+        factors = chunks.factors(self.scale, -self.state[0])
+        words, sums = [], None
+        following = chunks.load(self.s, CHUNK)
+        for first in range(0, BLOCK, CHUNK):
+            chunk, _ = chunks.settle(following, cap=self.cap)
+            if first + CHUNK < BLOCK:
+                following = chunks.load(self.s + first + CHUNK, CHUNK)
+            more, sums = chunks.probabilities(chunk, factors, sums, c.dtype, c.polynomial)
+            words.append(more)
+        return words, op.total(sums)
+
+    def keep(self, words: list, block: Float32) -> None:
+        for i, chunk in enumerate(words):
+            chunks.store(self.p + i * (CHUNK // 2), chunk)
+        self.announce(BLOCK)
+        self.add(block)
+
+    def add(self, block: Float32) -> None:
+        super().add(block)
+        self.bound[0] = cute.arch.fmin(self.state[1] * HEAVY, Float32(SUM_MOST))
 
 
 class HalfRows(Rows):
