@@ -240,8 +240,11 @@ def choose(arch: str, **features: Any) -> ForwardConfig:
     draft = {"kv_stages": 2} | features
     dim, dim_v = features["head_dim"], features["head_dim_v"]
     bounded = features.get("bounded_left", False) or features.get("bounded_right", False)
+    # Options that keep more in registers, in the softmax warps or the epilogue.
+    crowded = any(features.get(name, False) for name in ("softcap", "sink", "seqused_q", "seqused_k"))
+    crowded = crowded or features["dtype"] != "bf16" or features.get("pack_heads", 1) > 1
     if "polynomial" not in features:
-        draft["polynomial"] = _share(arch, max(dim, dim_v), bounded)
+        draft["polynomial"] = _share(arch, max(dim, dim_v), crowded)
     if "ctas" not in features and dim_v % 32 == 0:
         # A pair reads half of K and V: it makes room for wide heads, and spares shared memory where all blocks are
         # whole.  Its 512 rows at a time waste work on a triangle, and on short sequences.
@@ -251,7 +254,7 @@ def choose(arch: str, **features: Any) -> ForwardConfig:
     if "softmax" not in features and config.dtype == "bf16" and config.q_tiles == 2:
         config = replace(config, softmax="held", early_keys=BLOCK)
     if "registers" not in features and config.q_tiles == 2:
-        config = replace(config, registers=(184, 80, 64))  # narrower rows of O, more state in the MMA thread
+        config = replace(config, registers=(184, 96, 48) if crowded else (192, 80, 48))
     if "q_stages" not in features:
         config = _grown(config, "q_stages", 2, keep=4 * BLOCK * 128 * 2 // config.kv_bytes)
     if "kv_stages" not in features:
@@ -260,14 +263,13 @@ def choose(arch: str, **features: Any) -> ForwardConfig:
     return config
 
 
-def _share(arch: str, dim: int, bounded: bool) -> int:
-    """Of 16 pairs of exponentials, how many go by polynomial: as many as the softmax warps' issue slots allow without
-    passing those of the published kernel."""
+def _share(arch: str, dim: int, crowded: bool) -> int:
+    """Of 16 pairs of exponentials, how many go by polynomial: as many as registers have room for."""
     if arch.startswith("sm_103"):
         return 0  # twice the special-function rate: the polynomial would only cost issue slots
     if dim > 128:
         return 0  # the products take twice as long as the exponentials
-    return 3 if dim == 128 and not bounded else 2
+    return 2 if crowded else 5
 
 
 def _grown(config: ForwardConfig, field: str, value: int, keep: int) -> ForwardConfig:

@@ -495,21 +495,10 @@ class Forward:
                     whole_lo = (work.keys(first + ROWS - 1)[0] + BLOCK - 1) // BLOCK
                     whole_lo = least(most(whole_lo, lo), whole_hi)
                 rows.start()
-                if cutlass.const_expr(c.softmax == "held"):
-                    for back in cutlass.range(hi - lo, unroll=1):
-                        j = hi - 1 - back
-                        at = j * BLOCK
-                        rows.visit(low - at, high - at, (whole_lo <= j) & (j < whole_hi))
-                else:
-                    for back in cutlass.range(hi - whole_hi, unroll=1):
-                        at = (hi - 1 - back) * BLOCK + shift
-                        rows.block(low - at, high - at, masked=True)
-                    for _ in cutlass.range(whole_hi - whole_lo, unroll=1):
-                        rows.block(low, high, masked=False)
-                    if cutlass.const_expr(c.bounded_left):
-                        for back in cutlass.range(whole_lo - lo, unroll=1):
-                            at = (whole_lo - 1 - back) * BLOCK + shift
-                            rows.block(low - at, high - at, masked=True)
+                for back in cutlass.range(hi - lo, unroll=1):
+                    j = hi - 1 - back
+                    at = j * BLOCK + shift
+                    rows.block(low - at, high - at, (whole_lo <= j) & (j < whole_hi))
                 stats_free.wait()
                 op.store_shared(sh.stats + (group * ROWS + thread) * 8, [rows.total(), rows.reference()])
                 self.arrive_from_warp(sh.stats_full + 8 * t)

@@ -63,11 +63,16 @@ class Rows(Fixture):
 
     # ---- one block ----
 
-    def block(self, low: Int32, high: Int32, masked: bool) -> None:
-        """S of a block to P. Masked: columns outside [low, high) are invisible to this row."""
+    @cute.jit
+    def block(self, low, high, whole):
+        """S of a block to P. Unless it is `whole`, some row does not see all of it: columns outside [low, high) are
+        invisible to this thread's."""
         self.wait_for_scores()
         prims.tcgen05_fence("after_thread_sync")
-        self.online(low, high, masked)
+        if whole:
+            self.online(low, high, False)
+        else:
+            self.online(low, high, True)
         self.fresh[0] = Int32(0)
 
     @cute.jit
@@ -168,8 +173,7 @@ class HeldRows(Rows):
         self.bound = cute.make_rmem_tensor((1,), Float32)  # what the next block's sum may be
 
     @cute.jit
-    def visit(self, low, high, whole):
-        """S of a block to P; `whole`: every row of the warpgroup sees all of it."""
+    def block(self, low, high, whole):
         self.wait_for_scores()
         prims.tcgen05_fence("after_thread_sync")
         again = Int32(1)
