@@ -44,7 +44,12 @@ def settle(
     in_out = [("f", T.f32())] * (count + len(tops))
     extra = [x for x in (high, low, *(cap or ())) if x is not None]
     name = {id(x): f"${2 * len(in_out) + i}" for i, x in enumerate(extra)}
-    lines = [".reg .pred hidden;", "tcgen05.wait::ld.sync.aligned;"]
+    lines = [".reg .pred hidden;", ".reg .b32 columns, bit;", "tcgen05.wait::ld.sync.aligned;"]
+    if high is not None:
+        # A bit for every hidden column: the assembler turns seven of them into predicates at a time.
+        lines += _from("columns", name[id(high)], first)
+        if low is not None:
+            lines += [*_from("bit", name[id(low)], first), "not.b32 bit, bit;", "or.b32 columns, columns, bit;"]
     for i in range(count):
         if cap is not None:
             scale, minus_twice, softcap = (name[id(x)] for x in cap)
@@ -56,9 +61,7 @@ def settle(
                 f"fma.rn.f32 ${i}, ${i}, {minus_twice}, {softcap};",
             ]
         if high is not None:
-            lines.append(f"setp.le.s32 hidden, {name[id(high)]}, {first + i};")
-            if low is not None:
-                lines.append(f"setp.gt.or.s32 hidden, {name[id(low)]}, {first + i}, hidden;")
+            lines += [f"and.b32 bit, columns, {1 << i};", "setp.ne.s32 hidden, bit, 0;"]
             lines.append(f"selp.f32 ${i}, {MINUS_INFINITY}, ${i}, hidden;")
     for i in range(0, count if tops else 0, 2):
         top = count + i // 2 % len(tops)
@@ -134,6 +137,11 @@ def store(address: Int32, chunk: list[ir.Value]) -> None:
     operands = ", ".join(f"${i + 1}" for i in range(count))
     text = f"tcgen05.st.sync.aligned.32x32b.x{count}.b32 [$0], {{{operands}}};"
     _run(text, [], [], [address, *chunk])
+
+
+def _from(word: str, bound: str, first: int) -> list[str]:
+    """A word whose bits from column `bound - first` on are 1; shifts by 32 and more leave none."""
+    return [f"sub.s32 {word}, {bound}, {first};", f"max.s32 {word}, {word}, 0;", f"shl.b32 {word}, -1, {word};"]
 
 
 def _packed(dtype: str) -> str:
