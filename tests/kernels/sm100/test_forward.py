@@ -57,7 +57,9 @@ def test_option(name: str) -> None:
     verify(CASES[name], blocks=3)
 
 
-@pytest.mark.parametrize("inputs", ["rising 3", "rising 40", "rising 120", "late", "late 200", "huge", "flat"])
+@pytest.mark.parametrize(
+    "inputs", ["rising 3", "rising 40", "rising 120", "late", "late 200", "huge", "flat"]
+)
 def test_adversarial_scores(inputs: str) -> None:
     verify(Case((128,), (500,), inputs=inputs, options=D128), blocks=2)
 

@@ -49,7 +49,11 @@ def settle(
         # A bit for every hidden column: the assembler turns seven of them into predicates at a time.
         lines += _from("columns", name[id(high)], first)
         if low is not None:
-            lines += [*_from("bit", name[id(low)], first), "not.b32 bit, bit;", "or.b32 columns, columns, bit;"]
+            lines += [
+                *_from("bit", name[id(low)], first),
+                "not.b32 bit, bit;",
+                "or.b32 columns, columns, bit;",
+            ]
     for i in range(count):
         if cap is not None:
             scale, minus_twice, softcap = (name[id(x)] for x in cap)
@@ -141,7 +145,11 @@ def store(address: Int32, chunk: list[ir.Value]) -> None:
 
 def _from(word: str, bound: str, first: int) -> list[str]:
     """A word whose bits from column `bound - first` on are 1; shifts by 32 and more leave none."""
-    return [f"sub.s32 {word}, {bound}, {first};", f"max.s32 {word}, {word}, 0;", f"shl.b32 {word}, -1, {word};"]
+    return [
+        f"sub.s32 {word}, {bound}, {first};",
+        f"max.s32 {word}, {word}, 0;",
+        f"shl.b32 {word}, -1, {word};",
+    ]
 
 
 def _packed(dtype: str) -> str:

@@ -71,9 +71,7 @@ class ForwardConfig:
             raise ValueError(f"early_keys {self.early_keys}: a multiple of 32 up to {BLOCK}")
         if self.softmax not in ("online", "held"):
             raise ValueError(f"softmax {self.softmax!r}: online or held")
-        if self.softmax == "held" and (
-            self.dtype != "bf16" or self.q_tiles == 1 or self.early_keys != BLOCK
-        ):
+        if self.softmax == "held" and (self.dtype != "bf16" or self.q_tiles == 1 or self.early_keys != BLOCK):
             raise ValueError("softmax held: bfloat16, two Q tiles, and P handed over at once")
         if self.q_stages not in (1, 2):
             raise ValueError(f"q_stages {self.q_stages}: 1 or 2")

@@ -95,9 +95,7 @@ def arrive(barrier: Int32, *, loc: Any = None, ip: Any = None) -> None:
 
 
 @dsl_user_op
-def arrive_at(
-    barrier: Int32, rank: int, *, order: str = "release", loc: Any = None, ip: Any = None
-) -> None:
+def arrive_at(barrier: Int32, rank: int, *, order: str = "release", loc: Any = None, ip: Any = None) -> None:
     """Arrive at the barrier that CTA `rank` of the cluster has at this address. A release waits until all that
     this thread wrote is visible to the cluster; relaxed is enough for tensor memory behind a tcgen05 fence."""
     ptx(
