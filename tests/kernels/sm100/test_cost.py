@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import pytest
 import torch
@@ -22,15 +23,18 @@ PUBLISHED = {
     "causal": dict(zip(LENGTHS, (744, 1053, 1279, 1426, 1526, 1576), strict=True)),
 }
 FITTED = (1024, 32768)  # two of either mask
-# Counted in flash-attn-4 4.0.0b36 on the virtual GPU: exponentials of a row and block, issue slots of the softmax and
-# correction warps for a block of 128 x 128 scores.
-PEER = {"full": (105, 2316), "causal": (113, 2159), "masked": (128, 3883)}
-LONE_ITEM_CLOCKS = 9500.0  # the third constant: its causal forward launches a CTA for each item
+# Counted in the machine code of flash-attn-4 4.0.0b36, for a row of warps and a block: exponentials of a row; issue
+# slots, clocks of multiply-adds, instructions of the other pipe (softmax and correction warps).
+PEER = {"full": (105, 552.5, 455, 166), "causal": (113, 524, 402, 159), "masked": (113, 699, 402, 328)}
+LONE_ITEM_CLOCKS = 10090.0  # the third constant: its causal forward launches a CTA for each item
+
+
+def peer_units(exponentials: float, slots: float, multiply_adds: float, integer: float) -> tuple[float, ...]:
+    return (2048, 16 * exponentials, 2 * slots, 2 * multiply_adds, 4 * integer)
 
 
 def peer_block(kind: str, overlap: float) -> float:
-    exponentials, issue = PEER[kind]
-    return blackwell.together((2048, 16 * exponentials, issue / 2), overlap)
+    return blackwell.together(peer_units(*PEER[kind]), overlap)
 
 
 def peer_tflops(mask: str, length: int, overlap: float, persistent: float, lone: float) -> float:
@@ -61,6 +65,16 @@ def ours_tflops(mask: str, length: int) -> float:
     return flop(mask, length) / seconds / 1e12
 
 
+def peer_share(share: float) -> tuple[float, ...]:
+    """flash-attn-4's block with `share` of 16 exponentials by polynomial, 3 as published: for each pair of them 8 slots
+    more, 16 clocks of multiply-adds (4 of them integer ones), and 2 clamps."""
+    pairs = 4 * (share - 3)
+    exponentials, slots, multiply_adds, integer = PEER["full"]
+    return peer_units(
+        exponentials - 2 * pairs, slots + 8 * pairs, multiply_adds + 16 * pairs, integer + 2 * pairs
+    )
+
+
 def miss(mask: str, length: int, constants: tuple[float, float, float]) -> float:
     return peer_tflops(mask, length, *constants) / PUBLISHED[mask][length] - 1
 
@@ -87,5 +101,34 @@ def test_the_held_out_points_are_met_within_10_percent(mask: str, length: int) -
 
 @pytest.mark.parametrize("mask", PUBLISHED)
 @pytest.mark.parametrize("length", LENGTHS)
-def test_ours_is_predicted_no_slower_than_theirs(mask: str, length: int) -> None:
-    assert ours_tflops(mask, length) >= peer_tflops(mask, length, *CONSTANTS)
+def test_ours_is_predicted_5_percent_faster_than_theirs(mask: str, length: int) -> None:
+    assert ours_tflops(mask, length) >= 1.05 * peer_tflops(mask, length, *CONSTANTS)
+
+
+def test_the_model_agrees_with_flash_attn_4s_choice_of_its_share() -> None:
+    best = min(range(12), key=lambda share: blackwell.together(peer_share(share)))
+    assert abs(best - 3) <= 1  # of 16; published: tuned on the chip
+    # Were there no pipes, only issue slots, it would gain from twice the share.
+    assert min(range(12), key=lambda share: blackwell.together(peer_share(share)[:3], 2.14)) >= 6
+
+
+def test_the_prediction_does_not_hang_on_the_pipes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensor cores, exponentials and issue slots alone, fitted to the same four points."""
+    constants = overlap, item, _ = (2.14, 4600.0, 10260.0)
+    units, together = blackwell.units, blackwell.together
+
+    def without(*args, **options) -> dict[str, float]:
+        found = units(*args, **options)
+        return {name: clocks for name, clocks in found.items() if name not in ("multiply-adds", "integer")}
+
+    def block(kind: str, overlap: float) -> float:
+        return together(peer_units(*PEER[kind])[:3], overlap)
+
+    monkeypatch.setattr(blackwell, "units", without)
+    monkeypatch.setattr(blackwell, "together", lambda clocks: together(clocks, overlap))
+    monkeypatch.setattr(blackwell, "ITEM_CLOCKS", item)
+    monkeypatch.setattr(sys.modules[__name__], "peer_block", block)
+    for mask in PUBLISHED:
+        for length in LENGTHS:
+            assert abs(miss(mask, length, constants)) < 0.10
+            assert ours_tflops(mask, length) >= 1.05 * peer_tflops(mask, length, *constants)
