@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coflash.compiler import cache
+from coflash.compiler import cache, runtime
 from coflash.compiler import key as keys
 from coflash.compiler.cache import Entry
 from coflash.compiler.errors import CompileError
@@ -53,6 +53,8 @@ def build(kernel_name: str, config: Any, arch: str) -> Entry:
     key = job.key
     entry = cache.find(key) or _temporary.get(key)
     if entry is None:
+        # Running the kernel will need two libraries, which this process can load while another compiles.
+        threading.Thread(target=runtime.prepare, args=(cache.readonly_roots(),), daemon=True).start()
         with Worker() as worker:
             entry = _make(job, key, cache.writable_root(), worker)
     return entry
@@ -199,6 +201,7 @@ class Worker:
             env |= {
                 "CUTE_DSL_ARCH": arch,  # else the DSL asks the driver
                 "CUDA_VISIBLE_DEVICES": "",  # compiling takes no GPU memory
+                "OPENBLAS_NUM_THREADS": "1",  # of NumPy, which the DSL imports: it would start one for each core
                 "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
             }
             self._process = subprocess.Popen(

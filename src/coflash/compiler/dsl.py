@@ -128,7 +128,12 @@ def _run_dsl(kernel_name: str, config: Any, arch: str, report: bool) -> tuple[tu
         try:
             fake_arguments = dict(module.fake_arguments(config))
             host_function = getattr(module, class_name)(config)
-            compiled = cute.compile(host_function, *fake_arguments.values(), options=options)
+            compiled = cute.compile(
+                host_function,
+                *fake_arguments.values(),
+                options=options,
+                no_jit_engine=True,  # the host code is exported, never run here
+            )
         except Exception as error:
             raise CompileError(f"{kernel_name} for {arch}, {config}:\n{error}\n{log.getvalue()}") from error
     names = tuple(name for name in fake_arguments if name != "stream")
@@ -147,24 +152,20 @@ def _excepthook_kept() -> Iterator[None]:
 
 def _host_object(compiled: Any, function: str) -> bytes:
     """The launch code and the embedded machine code, as an object file for the baseline processor."""
-    from cutlass.base_dsl.export import get_export_module
     from cutlass.cutlass_dsl.tvm_ffi_provider import rename_tvm_ffi_function
 
     machine = platform.machine()
     if machine not in HOST_TARGETS:
         raise CompileError(f"host code can be made for {', '.join(HOST_TARGETS)}, not for {machine}")
     triple, cpu = HOST_TARGETS[machine]
-    prefix = "__cute_internal_" + function
-    module = get_export_module(
-        compiled.ir_module, prefix, preserve_symbols={f"__tvm_ffi_{compiled.function_name}"}
-    )
-    rename_tvm_ffi_function(module, compiled.function_name, function)
-    with tempfile.TemporaryDirectory(prefix="coflash-") as folder:
+    module = compiled.ir_module  # nobody else has a use for it, so it can be changed
+    with module.context, tempfile.TemporaryDirectory(prefix="coflash-") as folder:
+        rename_tvm_ffi_function(module, compiled.function_name, function)
         path = os.path.join(folder, "kernel.o")
         compiled.export_provider.mlirExecutionEngine.dump_object_file_pic(
             module,
             path,
-            f"{prefix}_{compiled.function_name}",
+            compiled.function_name,
             opt_level=3,
             host_triple=triple,
             host_cpu=cpu,

@@ -7,6 +7,7 @@ the dynamic loader's own search (LD_LIBRARY_PATH).
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import importlib
@@ -68,6 +69,13 @@ def load(folders: Iterable[Path] = ()) -> None:
             f"running a compiled kernel needs {NAME}: install nvidia-cutlass-dsl, or put the library on "
             "LD_LIBRARY_PATH or beside the kernels (`coflash compile --with-runtime`)\n" + "\n".join(reasons)
         )
+
+
+def prepare(folders: Iterable[Path] = ()) -> None:
+    """`load`, and tvm-ffi; what is missing is reported when a kernel is loaded."""
+    with contextlib.suppress(RuntimeMissing):
+        load(folders)
+        _tvm_ffi()
 
 
 @functools.cache

@@ -15,6 +15,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
+import importlib.machinery
+import importlib.util
 import json
 import os
 import pickle
@@ -23,21 +25,43 @@ import sys
 import types
 from typing import Any
 
+#: Modules that the DSL imports and a kernel seldom touches: a fifth of its import.
+SELDOM = {"numpy", "cutlass.pipeline", "cutlass.utils.gemm", "cutlass.cute.experimental", "cutlass.jax"}
+
+
+class Lazily:
+    """Import hook: the modules of `SELDOM` are run when something of theirs is first asked for."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target) if name in SELDOM else None
+        if spec is not None and spec.loader is not None:
+            spec.loader = importlib.util.LazyLoader(spec.loader)
+        return spec
+
 
 def main() -> None:
+    gc.disable()  # tracing makes millions of small objects and few cycles; the process is short-lived
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path[0] = os.path.dirname(os.path.dirname(here))
     package = types.ModuleType("coflash")
     package.__path__ = [os.path.dirname(here)]
     sys.modules["coflash"] = package
     sys.modules["torch"] = None  # type: ignore[assignment]
+    without = ("numpy", "ml_dtypes")  # tvm-ffi does without them where they are missing
+    sys.modules.update(dict.fromkeys(without))  # type: ignore[arg-type]
+    with contextlib.suppress(ImportError):
+        import tvm_ffi  # noqa: F401
+    for name in without:
+        del sys.modules[name]
+    sys.meta_path.insert(0, Lazily())
 
-    gc.disable()  # tracing makes millions of small objects and few cycles; the process is short-lived
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever the compiler prints must not look like an answer
     while header := sys.stdin.buffer.read(8):
         (size,) = struct.unpack("<q", header)
         print(json.dumps(answer(sys.stdin.buffer.read(size))), file=answers, flush=True)
+    os._exit(0)  # nothing is left to write, and taking millions of objects apart takes a while
 
 
 def answer(job: bytes) -> dict[str, Any]:
