@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
+from torch._C import _is_any_autocast_enabled
 
 from coflash import checks, functions, kvcache, torch_ops
 from coflash.checks import Options
@@ -111,11 +112,9 @@ def flash_attn_func(
     """
     key = None
     if (
-        (type(q) is Tensor and type(k) is Tensor and type(v) is Tensor)
-        and (learnable_sink is None and score_mod is None and mask_mod is None and alibi_slopes is None)
-        and (
-            kernel_options is None and not torch_ops.is_watched() and not torch._C._is_any_autocast_enabled()
-        )
+        type(q) is type(k) is type(v) is Tensor
+        and learnable_sink is score_mod is mask_mod is alibi_slopes is kernel_options is None
+        and not (torch_ops.is_watched() or _is_any_autocast_enabled())
     ):
         key = (
             (q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype),

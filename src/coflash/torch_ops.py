@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
+from torch.compiler import is_compiling
 
 from coflash import checks, functions, portable
 from coflash.calls import Call, prepare, row_delta, run, shortest, sink_gradient, without_autocast
@@ -137,11 +139,7 @@ def needs_tracing(operands: Operands) -> bool:
 
 def is_watched() -> bool:
     """Whether something looks at, or transforms, the operations of this thread."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._len_torch_dispatch_stack() > 0
-    )
+    return is_compiling() or _are_functorch_transforms_active() or _len_torch_dispatch_stack() > 0
 
 
 def attend_traced(operands: Operands, options: Options) -> tuple[Tensor, Tensor]:
@@ -154,7 +152,7 @@ def attend_traced(operands: Operands, options: Options) -> tuple[Tensor, Tensor]
         number, captured = _functions(operands, options)
         operands = operands._replace(captured=captured)
     args = pack(operands, options, number)
-    if torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling():
+    if _are_functorch_transforms_active() and not is_compiling():
         form, flat = flatten(args)
         return TransformedAttention.apply(form, *flat)
     return torch.ops.coflash.attention(*args)
@@ -163,7 +161,7 @@ def attend_traced(operands: Operands, options: Options) -> tuple[Tensor, Tensor]
 def _functions(operands: Operands, options: Options) -> tuple[int, tuple[Tensor, ...]]:
     """A number for the functions, and the tensors they capture."""
     score_mod, mask_mod = options.score_mod, options.mask_mod
-    if torch.compiler.is_compiling():
+    if is_compiling():
         try:
             captured = functions.closure_tensors(score_mod) + functions.closure_tensors(mask_mod)
         except AttributeError:

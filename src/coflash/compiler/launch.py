@@ -135,12 +135,13 @@ def tile_counter(index: int) -> torch.Tensor:
     Kernels on one stream run one after the other and share one. While a CUDA graph is captured the counter
     comes from the graph's own memory and is zeroed in the graph, which may later run beside anything else.
     """
-    if index < 0 or torch._C._cuda_isCurrentStreamCapturing():
-        device = torch.device("cpu") if index < 0 else torch.device("cuda", index)
-        return torch.zeros(COUNTER_WORDS, dtype=torch.int32, device=device)
-    key = (index, torch._C._cuda_getCurrentRawStream(index))
-    counter = _counters.get(key)
+    if index < 0:
+        return torch.zeros(COUNTER_WORDS, dtype=torch.int32)
+    stream = torch._C._cuda_getCurrentRawStream(index)
+    if stream and torch._C._cuda_isCurrentStreamCapturing():  # the default stream, 0, cannot be captured
+        return torch.zeros(COUNTER_WORDS, dtype=torch.int32, device=torch.device("cuda", index))
+    counter = _counters.get((index, stream))
     if counter is None:
-        device = torch.device("cuda", index)
-        counter = _counters[key] = torch.zeros(COUNTER_WORDS, dtype=torch.int32, device=device)
+        counter = torch.zeros(COUNTER_WORDS, dtype=torch.int32, device=torch.device("cuda", index))
+        _counters[index, stream] = counter
     return counter
