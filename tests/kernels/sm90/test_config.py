@@ -19,7 +19,7 @@ def test_shared_memory_is_summed() -> None:
 
 
 def test_registers_are_summed() -> None:
-    with pytest.raises(ValueError, match=r"registers: S 128 \+ O 64 \+ P 64 \+ 20 of 240"):
+    with pytest.raises(ValueError, match=r"registers: S 128 \+ O 64 \+ P 64 \+ 20 of 232"):
         config(tile_n=256, k_stages=1, v_stages=1)
 
 

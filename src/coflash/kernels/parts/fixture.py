@@ -1,5 +1,12 @@
 """Objects that dynamic loops leave alone."""
 
+from __future__ import annotations
+
+from typing import Any
+
+from cutlass import Numeric, cute
+from cutlass._mlir.dialects import llvm
+
 
 class Fixture:
     """Base of helper objects whose parts are all fixed before a loop, its registers being tensors.
@@ -12,3 +19,33 @@ class Fixture:
 
     def __new_from_mlir_values__(self, values: list):
         return self
+
+
+class Registers(Fixture):
+    """A few numbers that loops carry without being told to.
+
+    So does a register tensor of the DSL; here an access is one operation in place of five."""
+
+    def __init__(self, kind: type[Numeric], count: int) -> None:
+        tensor = cute.make_rmem_tensor((count,), kind)
+        self._kind = kind
+        self._places = [(tensor.iterator + i).llvm_ptr for i in range(count)]
+
+    def __getitem__(self, i: int) -> Any:
+        return self._kind(llvm.load(self._kind.mlir_type, self._places[i]))
+
+    def __setitem__(self, i: int, value: Any) -> None:
+        llvm.store(self._kind(value).ir_value(), self._places[i])
+
+
+class View(Fixture):
+    """A tensor that a loop writes through and has no need to carry."""
+
+    def __init__(self, tensor: cute.Tensor) -> None:
+        self._tensor = tensor
+
+    def __getitem__(self, at: Any) -> Any:
+        return self._tensor[at]
+
+    def __setitem__(self, at: Any, value: Any) -> None:
+        self._tensor[at] = value

@@ -2,54 +2,25 @@
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, cute
-from cutlass._mlir.dialects import llvm
+from cutlass._mlir.dialects import arith, llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 
 
-@dsl_user_op
-def pack(low: Float32, high: Float32, dtype: type[cutlass.Numeric], *, loc=None, ip=None) -> Int32:
-    """Two float32 rounded to `dtype` in one register, `low` in the low half: one instruction."""
-    kind = "bf16x2" if dtype is cutlass.BFloat16 else "f16x2"
-    return Int32(
-        llvm.inline_asm(
-            T.i32(),
-            [Float32(high).ir_value(loc=loc, ip=ip), Float32(low).ir_value(loc=loc, ip=ip)],
-            f"cvt.rn.{kind}.f32 $0, $1, $2;",
-            "=r,f,f",
-            has_side_effects=False,
-            is_align_stack=False,
-            asm_dialect=llvm.AsmDialect.AD_ATT,
-            loc=loc,
-            ip=ip,
-        )
-    )
-
-
-@dsl_user_op
-def bits_as_float(bits: Int32, *, loc=None, ip=None) -> Float32:
-    """The float32 that has these bits."""
-    return Float32(llvm.bitcast(T.f32(), Int32(bits).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
-
-
-def unpack_bf16(word: Int32) -> tuple[Float32, Float32]:
-    """The two bfloat16 of a register as float32, exactly."""
-    return bits_as_float(word << 16), bits_as_float(word & Int32(-65536))
-
-
 def choose(condition: Boolean, yes, no):
     """`yes` where the condition holds, else `no`, of the type of `yes`; no branch."""
-    return type(yes)(cutlass.select_(condition, yes, type(yes)(no)))
+    kind = type(yes)
+    return kind(arith.select(condition.ir_value(), yes.ir_value(), kind(no).ir_value()))
 
 
 def least(a: Int32, b: Int32) -> Int32:
-    return choose(a < b, Int32(a), b)
+    return Int32(arith.minsi(Int32(a).ir_value(), Int32(b).ir_value()))
 
 
 def most(a: Int32, b: Int32) -> Int32:
-    return choose(a > b, Int32(a), b)
+    return Int32(arith.maxsi(Int32(a).ir_value(), Int32(b).ir_value()))
 
 
 def exp2(x: Float32) -> Float32:
@@ -114,17 +85,14 @@ def zero_16_shared_bytes(pointer: cute.Pointer, *, loc=None, ip=None) -> None:
 __all__ = [
     "LN_2",
     "LOG2_E",
-    "bits_as_float",
     "choose",
     "exchange",
     "exp2",
     "least",
     "log2",
     "most",
-    "pack",
     "quad_max",
     "quad_sum",
     "store_16_bytes",
-    "unpack_bf16",
     "zero_16_shared_bytes",
 ]

@@ -6,7 +6,7 @@ the ring in the same order, so a side only remembers its next stage and that sta
 
 from cutlass import Int32, cute
 
-from coflash.kernels.parts.fixture import Fixture
+from coflash.kernels.parts.fixture import Fixture, Registers
 
 
 class Ring(Fixture):
@@ -16,8 +16,7 @@ class Ring(Fixture):
         self.full = full
         self.empty = empty
         self.stages = stages
-        # A register pair; a tensor because loops carry its contents without being told to.
-        self.place = cute.make_rmem_tensor((2,), Int32)
+        self.place = Registers(Int32, 2)
         self.place[0] = Int32(0)
         self.place[1] = Int32(1 if producer else 0)
 
@@ -25,11 +24,15 @@ class Ring(Fixture):
     def stage(self) -> Int32:
         return self.place[0]
 
+    @property
+    def phase(self) -> Int32:
+        return self.place[1]
+
     def wait_full(self) -> None:
-        cute.arch.mbarrier_wait(self.full + self.place[0], self.place[1])
+        cute.arch.mbarrier_wait(self.full + self.stage, self.phase)
 
     def wait_empty(self) -> None:
-        cute.arch.mbarrier_wait(self.empty + self.place[0], self.place[1])
+        cute.arch.mbarrier_wait(self.empty + self.stage, self.phase)
 
     def advance(self) -> None:
         if self.stages == 1:

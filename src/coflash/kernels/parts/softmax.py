@@ -9,8 +9,9 @@ Scores are kept unscaled; `scale` carries log2(e), so that a probability is `exp
 import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 
-from coflash.kernels.parts import ptx
-from coflash.kernels.parts.fixture import Fixture
+from coflash.kernels.parts import ptx, vectors
+from coflash.kernels.parts.control import when
+from coflash.kernels.parts.fixture import Fixture, Registers
 
 INFINITY = Float32.inf
 # Held maximum: a row sum inside these bounds proves that no probability overflowed bfloat16 or float32 and that
@@ -27,11 +28,9 @@ class RowState(Fixture):
         self.scale = scale
         self.dtype = dtype
         self.rounded_sum = rounded_sum
-        self.reference = cute.make_rmem_tensor((2,), Float32)
-        self.sum = cute.make_rmem_tensor((2,), Float32)
-        self.rounding = cute.make_rmem_tensor(
-            (2,), Float32
-        )  # what rounding P added to it, where that matters
+        self.reference = Registers(Float32, 2)
+        self.sum = Registers(Float32, 2)
+        self.rounding = Registers(Float32, 2)  # what rounding P added to it, where that matters
 
     # ---- the first block ----
 
@@ -71,55 +70,54 @@ class RowState(Fixture):
             self.sum[half] = self.sum[half] * factors[half]
             self.rounding[half] = self.rounding[half] * factors[half]
 
-    @cute.jit
-    def rescale(self, out: cute.Tensor, factors, moved: Boolean):
+    def rescale(self, out: cute.Tensor, factors: list[Float32], moved: Boolean) -> None:
         """Bring the output down; a warp none of whose maxima moved skips the multiplications."""
-        if cute.arch.vote_any_sync(moved):
-            for half in cutlass.range_constexpr(2):
-                scale_row(out, half, factors[half])
+        with when(cute.arch.vote_any_sync(moved)):
+            scale_rows(out, factors)
 
     # ---- every block ----
 
-    def exponentials(self, scores: cute.Tensor) -> None:
-        """Scores to probabilities, in place."""
+    def exponentials(self, scores: cute.Tensor, held: bool = False) -> None:
+        """Scores to probabilities, in place; a held reference is never -inf."""
         minus = [
-            -ptx.choose(self.reference[half] == -INFINITY, Float32(0.0), self.reference[half])
+            -self.reference[half]
+            if held
+            else -ptx.choose(self.reference[half] == -INFINITY, Float32(0.0), self.reference[half])
             for half in range(2)
         ]
-        for i in range(cute.size(scores)):
-            scores[i] = ptx.exp2(scores[i] * self.scale + minus[i // 2 % 2])
+        scores_now = vectors.load(scores)
+        shifted = scores_now * self.scale + vectors.by_row(minus, scores_now.size)
+        vectors.store(scores, vectors.exp2(shifted))
 
-    @cute.jit
-    def add(self, scores: cute.Tensor, block):
+    def add(self, scores: cute.Tensor, block: list[Float32]) -> None:
         """A block's probabilities into the row sums: `block` is what `sums` made of them.
 
         What divides the output should be the sum of what its product used, P rounded to 16 bits: with a held
         maximum a dominating probability is no power of two, and its rounding would not cancel in the quotient.
         Unpacking every element costs, and matters only where one element is most of its row: a warp takes it on
         for blocks that hold more than 2/3 of some thread's sum.  The sum itself stays exact, for the log-sum-exp."""
-        if cutlass.const_expr(self.rounded_sum):
-            if self.heavy(block):
-                for i in cutlass.range_constexpr(0, cute.size(scores), 2):
-                    low, high = ptx.unpack_bf16(ptx.pack(scores[i], scores[i + 1], self.dtype))
-                    half = i // 2 % 2
-                    self.rounding[half] = self.rounding[half] + ((low - scores[i]) + (high - scores[i + 1]))
-        for half in cutlass.range_constexpr(2):
+        if self.rounded_sum:
+            with when(self.heavy(block)):
+                self.add_rounding(vectors.words(vectors.pack(vectors.load(scores), self.dtype)), block)
+        for half in range(2):
             self.sum[half] = self.sum[half] + block[half]
 
-    @cute.jit
-    def add_packed(self, words: cute.Tensor, block, first: cutlass.Constexpr[bool] = False):
+    def add_packed(self, words: cute.Tensor, block: list[Float32], first: bool = False) -> None:
         """The same from packed probabilities, off the way from the exponentials to the next product.  The first
         block's largest probability is 1: it has no need of the rounding."""
-        if cutlass.const_expr(self.rounded_sum and not first):
-            if self.heavy(block):
-                rounded = [Float32(0.0), Float32(0.0)]
-                for i in cutlass.range_constexpr(cute.size(words)):
-                    low, high = ptx.unpack_bf16(words[i])
-                    rounded[i % 2] = rounded[i % 2] + (low + high)
-                for half in cutlass.range_constexpr(2):
-                    self.rounding[half] = self.rounding[half] + (rounded[half] - block[half])
-        for half in cutlass.range_constexpr(2):
+        if self.rounded_sum and not first:
+            with when(self.heavy(block)):
+                self.add_rounding(vectors.load(words), block)
+        for half in range(2):
             self.sum[half] = self.sum[half] + block[half]
+
+    def add_rounding(self, words: vectors.Vector, block) -> None:
+        """What rounding to 16 bits made of a block's sums."""
+        low, high = vectors.unpack_bf16(words)
+        both = low + high
+        for half in range(2):
+            rounded = vectors.total(both.take(list(range(half, both.size, 2))))
+            self.rounding[half] = self.rounding[half] + (rounded - block[half])
 
     def heavy(self, block) -> Boolean:
         """Whether the block is most of some row in this warp."""
@@ -128,15 +126,11 @@ class RowState(Fixture):
 
     def sums(self, scores: cute.Tensor) -> list[Float32]:
         """Of a block's probabilities, for each of the thread's rows."""
-        block = [Float32(0.0), Float32(0.0)]
-        for i in range(cute.size(scores)):
-            block[i // 2 % 2] = block[i // 2 % 2] + scores[i]
-        return block
+        return vectors.row_sums(vectors.load(scores))
 
     def pack(self, scores: cute.Tensor, words: cute.Tensor) -> None:
         """Probabilities to the A operand of the second product."""
-        for i in range(cute.size(words)):
-            words[i] = ptx.pack(scores[2 * i], scores[2 * i + 1], self.dtype)
+        vectors.store(words, vectors.words(vectors.pack(vectors.load(scores), self.dtype)))
 
     # ---- the end ----
 
@@ -162,23 +156,20 @@ class RowState(Fixture):
         return (self.sum[half] < SUM_MOST) & (self.sum[half] > SUM_LEAST)
 
 
-def scale_row(out: cute.Tensor, half: int, factor: Float32) -> None:
-    """Multiply one of a thread's rows."""
-    for i in range(cute.size(out)):
-        if i // 2 % 2 == half:
-            out[i] = out[i] * factor
+def scale_rows(out: cute.Tensor, factors: list[Float32]) -> None:
+    """Multiply a thread's two rows."""
+    halves = vectors.rows(vectors.load(out))
+    vectors.store(out, vectors.join([row * factor for row, factor in zip(halves, factors, strict=True)]))
+
+
+def finite(out: cute.Tensor) -> list[Boolean]:
+    """Whether a thread's rows of an accumulator have no infinity and no NaN: 0 times any of them is not 0."""
+    return [vectors.total(row * Float32(0.0)) == 0.0 for row in vectors.rows(vectors.load(out))]
 
 
 def row_maxima(scores: cute.Tensor) -> list[Float32]:
     """Largest score of each of a thread's two rows, over the whole row."""
-    tops = []
-    for half in range(2):
-        mine = [scores[i] for i in range(cute.size(scores)) if i // 2 % 2 == half]
-        chains = mine[:2]
-        for n, score in enumerate(mine[2:]):
-            chains[n % 2] = cute.arch.fmax(chains[n % 2], score)
-        tops.append(ptx.quad_max(cute.arch.fmax(*chains)))
-    return tops
+    return [ptx.quad_max(vectors.largest(row)) for row in vectors.rows(vectors.load(scores))]
 
 
 def cap(scores: cute.Tensor, scale: Float32, softcap: Float32) -> None:
@@ -193,14 +184,10 @@ def mask(scores: cute.Tensor, first_column: Int32, low, high) -> None:
     """Scores outside `low[half] <= column < high[half]` to -inf; `low` None: no left bound.
 
     `first_column` is the key position of the thread's first register."""
+    halves = vectors.rows(vectors.load(scores))
+    columns = [i // 2 * 8 + i % 2 for i in range(halves[0].size)]
     for half in range(2):
-        until = high[half] - first_column
         since = None if low is None else low[half] - first_column
-        for i in range(cute.size(scores)):
-            if i // 2 % 2 != half:
-                continue
-            column = i // 4 * 8 + i % 2
-            hidden = until <= column
-            if since is not None:
-                hidden = hidden | (since > column)
-            scores[i] = ptx.choose(hidden, Float32(-INFINITY), scores[i])
+        hidden = vectors.outside(columns, since, high[half] - first_column)
+        halves[half] = vectors.choose(hidden, Float32(-INFINITY), halves[half])
+    vectors.store(scores, vectors.join(halves))

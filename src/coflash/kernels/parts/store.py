@@ -8,7 +8,8 @@ no barrier, and every row is predicated on its own, so short tiles, packed seque
 import cutlass
 from cutlass import Boolean, Int32, cute
 
-from coflash.kernels.parts import ptx
+from coflash.kernels.parts import ptx, vectors
+from coflash.kernels.parts.control import when
 
 
 def transpose_quad(words: list[Int32], lane: Int32) -> list[Int32]:
@@ -24,28 +25,24 @@ def transpose_quad(words: list[Int32], lane: Int32) -> list[Int32]:
     return a
 
 
-@cute.jit
 def store_rows(
     out: cute.Tensor,
     rows: list[cute.Pointer],
     valid: list[Boolean],
-    columns: cutlass.Constexpr[int],
-    dtype: cutlass.Constexpr,
+    columns: int,
+    dtype: type[cutlass.Numeric],
     lane: Int32,
-):
+) -> None:
     """Write a thread's two accumulator rows, rounded to `dtype`; `columns` of the tile exist."""
     quad = lane % 4
-    chunks = cute.size(out) // 4
-    for half in cutlass.range_constexpr(2):
-        for group in cutlass.range_constexpr(0, chunks, 4):
-            words = []
-            for chunk in cutlass.range_constexpr(group, group + 4):
-                i = 4 * chunk + 2 * half
-                words.append(ptx.pack(out[i], out[i + 1], dtype))
+    packed = vectors.pack(vectors.load(out), dtype)  # two words of each chunk, one for each row
+    for half in range(2):
+        for group in range(0, len(packed) // 2, 4):
+            words = [packed[2 * chunk + half] for chunk in range(group, group + 4)]
             words = transpose_quad(words, lane)
             column = 8 * (group + quad)
             there = valid[half]
-            if cutlass.const_expr(8 * (group + 4) > columns):
+            if 8 * (group + 4) > columns:
                 there = there & (column < columns)
-            if there:
+            with when(there):
                 ptx.store_16_bytes(rows[half] + column, words)

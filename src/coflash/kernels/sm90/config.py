@@ -16,7 +16,7 @@ ROWS = 64  # query rows of one warpgroup: the M of a wgmma
 WORK_SLOTS = 2  # tiles the scheduler may be ahead, each with a verdict to come back (see forward.py)
 
 # Registers a thread of a warpgroup holds after the split: (load warpgroup, compute warpgroup).
-REGISTER_SPLIT = {1: (56, 256 - 8), 2: (24, 240), 3: (32, 160), 4: (24, 112)}
+REGISTER_SPLIT = {1: (56, 256 - 8), 2: (40, 232), 3: (32, 160), 4: (24, 112)}
 
 NAMES = {"bf16": "bfloat16", "fp16": "float16"}
 
@@ -100,6 +100,11 @@ class ForwardConfig:
     @property
     def tile_d_v(self) -> int:
         return _tile_dim(self.head_dim_v)
+
+    @property
+    def exact_n(self) -> int:
+        """Keys that the exact way takes at a time."""
+        return 32 if self.tile_n % 32 == 0 else 16
 
     @property
     def positions(self) -> int:

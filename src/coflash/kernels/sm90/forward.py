@@ -10,7 +10,8 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.tensor_utils import LayoutEnum
 
 from coflash.kernels.parts import ptx, ring, softmax, tiles
-from coflash.kernels.parts.fixture import Fixture
+from coflash.kernels.parts.control import Branch, when
+from coflash.kernels.parts.fixture import Fixture, Registers, View
 from coflash.kernels.parts.ring import Ring
 from coflash.kernels.parts.softmax import RowState
 from coflash.kernels.parts.store import store_rows
@@ -39,6 +40,14 @@ class Operands(NamedTuple):
     softcap: Any
     tile_counter: Any
     shape: Any  # batch, query heads, KV heads, seqlen_q, seqlen_k
+
+
+class Given(Fixture):
+    """The operands inside the kernel, where nothing changes them."""
+
+    def __init__(self, operands: Operands) -> None:
+        for name, value in operands._asdict().items():
+            setattr(self, name, value)
 
 
 class Forward:
@@ -70,7 +79,7 @@ class Forward:
         self.config = config
         self.dtype = DTYPES[config.dtype]
 
-    @cute.jit
+    @cute.jit(preprocess=False)
     def __call__(self, *arguments):
         config = self.config
         given = dict(zip(argument_names(config), arguments, strict=True))
@@ -88,7 +97,7 @@ class Forward:
             shape=(batch, heads_q, heads_kv, seqlen_q, seqlen_k),
             **{name: given.get(name) for name in Operands._fields if name != "shape"},
         )
-        tile_heads = heads_kv if cutlass.const_expr(config.pack_heads > 1) else heads_q
+        tile_heads = heads_kv if config.pack_heads > 1 else heads_q
         m_blocks = cute.ceil_div(seqlen_q, config.positions * config.warpgroups)
         grid = ptx.least(m_blocks * tile_heads * batch, given["num_blocks"])
         self.kernel(q_atom, q_tensor, k_atom, k_tensor, v_atom, v_tensor, operands).launch(
@@ -180,7 +189,7 @@ class Forward:
 
     # ---- the kernel ----
 
-    @cute.kernel
+    @cute.kernel(preprocess=False)
     def kernel(
         self,
         q_atom: cute.CopyAtom,
@@ -192,6 +201,7 @@ class Forward:
         operands: Operands,
     ):
         c = self.config
+        given = Given(operands)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = cutlass.memory.SmemAllocator().allocate(self.shared_storage())
         q_layout, k_layout, v_layout = self.q_layout(), self.k_layout(), self.v_layout()
@@ -199,39 +209,44 @@ class Forward:
         shared_k = storage.k.get_tensor(k_layout.outer, swizzle=k_layout.inner)
         shared_v = storage.v.get_tensor(v_layout.outer, swizzle=v_layout.inner)
 
-        if cutlass.const_expr(c.pack_heads * c.positions < ROWS):
+        if c.pack_heads * c.positions < ROWS:
             self.clear_q(storage)
-        if warp == 0:
+        with when(warp == 0):
             for atom in (q_atom, k_atom, v_atom):
                 cpasync.prefetch_descriptor(atom)
-            with cute.arch.elect_one():
-                for w in range(c.warpgroups):
-                    at = w * c.q_stages
-                    ring.init(storage.q_full.data_ptr() + at, storage.q_empty.data_ptr() + at, c.q_stages, 4)
-                warps = 4 * c.warpgroups
-                ring.init(storage.k_full.data_ptr(), storage.k_empty.data_ptr(), c.k_stages, warps)
-                ring.init(storage.v_full.data_ptr(), storage.v_empty.data_ptr(), c.v_stages, warps)
-                ring.init(storage.work_full.data_ptr(), storage.work_empty.data_ptr(), WORK_SLOTS, warps)
-                cute.arch.mbarrier_init(storage.v_landed.data_ptr(), 1)
-                verdicts = storage.failed.get_tensor(cute.make_layout(16 * WORK_SLOTS))
-                for i in range(16 * WORK_SLOTS):
-                    verdicts[i] = Int32(0)
+            self.start_barriers(storage)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
-        if warp < 4:
+        side = Branch(warp < 4)
+        with side.then():
             cute.arch.setmaxregister_decrease(c.registers[0])
-            if warp == 0:
+            with when(warp == 0):
                 self.load(
                     storage,
                     (q_atom, k_atom, v_atom),
                     (q_tensor, k_tensor, v_tensor),
                     (shared_q, shared_k, shared_v),
-                    operands,
+                    given,
                 )
-        else:
+        with side.otherwise():
             cute.arch.setmaxregister_increase(c.registers[1])
-            self.compute(storage, shared_q, shared_k, shared_v, operands)
+            self.compute(storage, shared_q, shared_k, shared_v, given)
+
+    def start_barriers(self, storage) -> None:
+        """Barriers, and verdicts that nothing failed yet: one warp."""
+        c = self.config
+        with cute.arch.elect_one():
+            for w in range(c.warpgroups):
+                at = w * c.q_stages
+                ring.init(storage.q_full.data_ptr() + at, storage.q_empty.data_ptr() + at, c.q_stages, 4)
+            warps = 4 * c.warpgroups
+            ring.init(storage.k_full.data_ptr(), storage.k_empty.data_ptr(), c.k_stages, warps)
+            ring.init(storage.v_full.data_ptr(), storage.v_empty.data_ptr(), c.v_stages, warps)
+            ring.init(storage.work_full.data_ptr(), storage.work_empty.data_ptr(), WORK_SLOTS, warps)
+            cute.arch.mbarrier_init(storage.v_landed.data_ptr(), 1)
+        verdicts = storage.failed.get_tensor(cute.make_layout(16 * WORK_SLOTS))
+        verdicts[cute.arch.lane_idx()] = Int32(0)  # as many as lanes
 
     @cute.jit
     def clear_q(self, storage):
@@ -274,26 +289,19 @@ class Forward:
         c = self.config
         batch, heads_q, heads_kv, max_q, max_k = operands.shape
         lane = cute.arch.lane_idx()
-        work = storage.work.get_tensor(cute.make_layout((8, WORK_SLOTS)))
-        failed = storage.failed.get_tensor(cute.make_layout((16, WORK_SLOTS)))  # a word for each warp
+        work = View(storage.work.get_tensor(cute.make_layout((8, WORK_SLOTS))))
+        failed = View(storage.failed.get_tensor(cute.make_layout((16, WORK_SLOTS))))  # a word for each warp
         slots = Ring(storage.work_full.data_ptr(), storage.work_empty.data_ptr(), WORK_SLOTS, True)
-        q_rings = [
-            Ring(
-                storage.q_full.data_ptr() + w * c.q_stages,
-                storage.q_empty.data_ptr() + w * c.q_stages,
-                c.q_stages,
-                True,
-            )
-            for w in range(c.warpgroups)
-        ]
+        # One for all warpgroups: their Q rings move in step.
+        q_ring = Ring(storage.q_full.data_ptr(), storage.q_empty.data_ptr(), c.q_stages, True)
         k_ring = Ring(storage.k_full.data_ptr(), storage.k_empty.data_ptr(), c.k_stages, True)
         v_ring = Ring(storage.v_full.data_ptr(), storage.v_empty.data_ptr(), c.v_stages, True)
 
         tile_heads = heads_kv if cutlass.const_expr(c.pack_heads > 1) else heads_q
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
-        info = cute.make_rmem_tensor((8,), Int32)  # the tile in hand, in the words of a work slot
-        short_v_phase = cute.make_rmem_tensor((1,), Int32)
+        info = Registers(Int32, 8)  # the tile in hand, in the words of a work slot
+        short_v_phase = Registers(Int32, 1)
         short_v_phase[0] = Int32(0)
         verdicts = WORK_SLOTS if cutlass.const_expr(c.softmax == "held") else 1
         tile = block  # the first tile is the block's own, the rest come from the counter
@@ -334,7 +342,7 @@ class Forward:
             if (kind == TILE) | (kind == EXACT):
                 self.load_tile(
                     info,
-                    q_rings,
+                    q_ring,
                     k_ring,
                     v_ring,
                     atoms,
@@ -346,62 +354,64 @@ class Forward:
                     short_v_phase,
                 )
 
-    @cute.jit
     def find_tile(self, tile, blocks, heads, operands, info, lane):
         """Where tile number `tile` lies, into `info`.  The answer is TILE, or NOTHING behind the last one and
         then the number of tiles there are."""
+        if self.config.packed_q or self.config.seqused_q:
+            return self.find_uneven_tile(tile, blocks, heads, operands, info, lane)
+        batch, _, _, max_q, _ = operands.shape
+        m_blocks = cute.ceil_div(max_q, self.config.positions * self.config.warpgroups)
+        tiles_in_all = m_blocks * heads * batch
+        there = tile < tiles_in_all
+        with when(there):
+            m_block, head = tiles.place(
+                tile, m_blocks, heads * batch, self.beside(m_blocks, heads * batch, blocks)
+            )
+            b = head // heads
+            info[M_BLOCK] = m_block
+            info[HEAD] = head - b * heads
+            info[BATCH] = b
+            info[SEQLEN_Q] = max_q
+            info[FIRST_Q] = Int32(0)
+            self.find_keys(info, operands)
+        return ptx.choose(there, Int32(TILE), Int32(NOTHING)), tiles_in_all
+
+    def beside(self, m_blocks, heads, blocks) -> Int32:
+        """Heads at the end whose tiles go longest first: where tiles differ in length."""
+        return tiles.heads_beside(m_blocks, heads, blocks) if self.config.bounded_right else Int32(0)
+
+    @cute.jit
+    def find_uneven_tile(self, tile, blocks, heads, operands, info, lane):
+        """The same where sequences differ: 32 of them at a time, lane i counts the tiles of `first + i`."""
         c = self.config
-        batch, _, _, max_q, max_k = operands.shape
-        kind, before = Int32(NOTHING), Int32(0)
-        rows = c.positions * c.warpgroups
-        if cutlass.const_expr(not (c.packed_q or c.seqused_q)):
-            m_blocks = cute.ceil_div(max_q, rows)
-            before = m_blocks * heads * batch
-            if tile < before:
+        batch, _, _, _, _ = operands.shape
+        kind, before, first = Int32(NOTHING), Int32(0), Int32(0)
+        while (kind == NOTHING) & (first < batch):
+            length, begin = self.query_span(first + lane, operands)
+            m_blocks = cute.ceil_div(length, c.positions * c.warpgroups)
+            count = m_blocks * heads
+            through = count
+            for step in cutlass.range_constexpr(5):
+                lower = cute.arch.shuffle_sync_up(through, offset=1 << step, mask_and_clamp=0)
+                if lane >= (1 << step):
+                    through = through + lower
+            total = cute.arch.shuffle_sync(through, 31)
+            if tile < before + total:
                 kind = Int32(TILE)
-                beside = Int32(0)
-                if cutlass.const_expr(c.bounded_right):
-                    beside = tiles.heads_beside(m_blocks, heads * batch, blocks)
-                m_block, head = tiles.place(tile, m_blocks, heads * batch, beside)
-                b = head // heads
-                info[M_BLOCK] = m_block
-                info[HEAD] = head - b * heads
-                info[BATCH] = b
-                info[SEQLEN_Q] = max_q
-                info[FIRST_Q] = Int32(0)
+                ahead = cute.arch.vote_ballot_sync(before + through <= tile)
+                owner = cute.arch.popc(ahead)
+                start = before + cute.arch.shuffle_sync(through - count, owner)
+                info[BATCH] = first + owner
+                info[SEQLEN_Q] = cute.arch.shuffle_sync(length, owner)
+                info[FIRST_Q] = cute.arch.shuffle_sync(begin, owner)
                 self.find_keys(info, operands)
-        else:
-            # Sequences differ: 32 at a time, lane i counts the tiles of sequence `first + i`.
-            first = Int32(0)
-            while (kind == NOTHING) & (first < batch):
-                b = first + lane
-                length, begin = self.query_span(b, operands)
-                m_blocks = cute.ceil_div(length, rows)
-                count = m_blocks * heads
-                through = count
-                for step in cutlass.range_constexpr(5):
-                    lower = cute.arch.shuffle_sync_up(through, offset=1 << step, mask_and_clamp=0)
-                    if lane >= (1 << step):
-                        through = through + lower
-                total = cute.arch.shuffle_sync(through, 31)
-                if tile < before + total:
-                    kind = Int32(TILE)
-                    ahead = cute.arch.vote_ballot_sync(before + through <= tile)
-                    owner = cute.arch.popc(ahead)
-                    start = before + cute.arch.shuffle_sync(through - count, owner)
-                    info[BATCH] = first + owner
-                    info[SEQLEN_Q] = cute.arch.shuffle_sync(length, owner)
-                    info[FIRST_Q] = cute.arch.shuffle_sync(begin, owner)
-                    self.find_keys(info, operands)
-                    own_blocks = cute.arch.shuffle_sync(m_blocks, owner)
-                    beside = Int32(0)
-                    if cutlass.const_expr(c.bounded_right):
-                        beside = tiles.heads_beside(own_blocks, heads, blocks)
-                    m_block, head = tiles.place(tile - start, own_blocks, heads, beside)
-                    info[M_BLOCK] = m_block
-                    info[HEAD] = head
-                first = first + 32
-                before = before + total
+                own_blocks = cute.arch.shuffle_sync(m_blocks, owner)
+                beside = self.beside(own_blocks, heads, blocks)
+                m_block, head = tiles.place(tile - start, own_blocks, heads, beside)
+                info[M_BLOCK] = m_block
+                info[HEAD] = head
+            first = first + 32
+            before = before + total
         return kind, before
 
     @cute.jit
@@ -419,17 +429,16 @@ class Forward:
                 length = operands.seqused_q[b]
         return length, begin
 
-    @cute.jit
-    def find_keys(self, info, operands):
+    def find_keys(self, info, operands) -> None:
         """Length and first row of the keys of the sequence in `info`."""
         c = self.config
         b = info[BATCH]
         info[SEQLEN_K] = Int32(operands.shape[4])
         info[FIRST_K] = Int32(0)
-        if cutlass.const_expr(c.packed_k):
+        if c.packed_k:
             info[FIRST_K] = operands.cu_seqlens_k[b]
             info[SEQLEN_K] = operands.cu_seqlens_k[b + 1] - info[FIRST_K]
-        if cutlass.const_expr(c.seqused_k):
+        if c.seqused_k:
             info[SEQLEN_K] = operands.seqused_k[b]
 
     @cute.jit
@@ -443,82 +452,91 @@ class Forward:
             following = blocks + cute.arch.shuffle_sync(taken, 0)
         return following
 
-    @cute.jit
     def load_tile(
-        self, words, q_rings, k_ring, v_ring, atoms, tensors, shared, storage, operands, lane, short_v_phase
-    ):
+        self, words, q_ring, k_ring, v_ring, atoms, tensors, shared, storage, operands, lane, short_v_phase
+    ) -> None:
         """Q, then K one block ahead of V, from the last block to the first."""
         c = self.config
         _, heads_q, heads_kv, _, _ = operands.shape
         m_block, head, b = words[M_BLOCK], words[HEAD], words[BATCH]
         seqlen_q, seqlen_k = words[SEQLEN_Q], words[SEQLEN_K]
-        head_kv = head if cutlass.const_expr(c.pack_heads > 1) else head // (heads_q // heads_kv)
+        head_kv = head if c.pack_heads > 1 else head // (heads_q // heads_kv)
 
         q, k, v = tensors
-        q = q[None, None, head] if cutlass.const_expr(c.packed_q) else q[None, None, head, b]
-        if cutlass.const_expr(c.packed_q):
-            at = (0, words[FIRST_Q]) if cutlass.const_expr(c.pack_heads > 1) else words[FIRST_Q]
+        q = q[None, None, head] if c.packed_q else q[None, None, head, b]
+        if c.packed_q:
+            at = (0, words[FIRST_Q]) if c.pack_heads > 1 else words[FIRST_Q]
             q = cute.domain_offset((at, 0), q)
-        if cutlass.const_expr(c.packed_k):
+        if c.packed_k:
             k = cute.domain_offset((words[FIRST_K], 0), k[None, None, head_kv])
             v = cute.domain_offset((0, words[FIRST_K]), v[None, None, head_kv])
         else:
             k, v = k[None, None, head_kv, b], v[None, None, head_kv, b]
         shared_q, shared_k, shared_v = shared
-        rows = ROWS
-        if cutlass.const_expr(c.pack_heads > 1):
+        rows: Any = ROWS
+        if c.pack_heads > 1:
             rows = (c.pack_heads, c.positions)
-            if cutlass.const_expr(c.pack_heads * c.positions < ROWS):
-                shared_q = cute.make_tensor(
-                    shared_q.iterator,
-                    cute.composition(
-                        shared_q.layout,
-                        cute.make_layout(
-                            (c.pack_heads * c.positions, c.tile_d, c.warpgroups * c.q_stages),
-                            stride=(1, ROWS, ROWS * c.tile_d),
-                        ),
-                    ),
+            if c.pack_heads * c.positions < ROWS:
+                some = cute.make_layout(
+                    (c.pack_heads * c.positions, c.tile_d, c.warpgroups * c.q_stages),
+                    stride=(1, ROWS, ROWS * c.tile_d),
                 )
-        q_tile = ((0, None), 0) if cutlass.const_expr(c.pack_heads > 1) else (None, 0)
+                shared_q = cute.make_tensor(shared_q.iterator, cute.composition(shared_q.layout, some))
+        q_tile = ((0, None), 0) if c.pack_heads > 1 else (None, 0)
         q_to, q_from = partition(atoms[0], shared_q, cute.local_tile(q, (rows, c.tile_d), q_tile))
         k_to, k_from = partition(atoms[1], shared_k, cute.local_tile(k, (c.tile_n, c.tile_d), (None, 0)))
         v_to, v_from = partition(atoms[2], shared_v, cute.local_tile(v, (c.tile_d_v, c.tile_n), (0, None)))
 
         positions = c.positions * c.warpgroups
         low, high = self.key_blocks(m_block * positions, positions, seqlen_q, seqlen_k, operands)
-        if high > low:
+
+        def load_q(w: int | Int32) -> None:
+            at = w * c.q_stages + q_ring.stage
+            cute.arch.mbarrier_wait(q_ring.empty + at, q_ring.phase)
+            size = 2 * c.pack_heads * c.positions * c.tile_d
+            source = q_from[None, m_block * c.warpgroups + w]
+            fill(atoms[0], source, q_to[None, at], q_ring.full + at, size)
+
+        def load_k(j: Int32) -> None:
+            self.load_block(atoms[1], k_from, k_to, k_ring, j, 2 * c.tile_n * c.tile_d)
+
+        def load_v(j: Int32) -> None:
+            self.load_block(atoms[2], v_from, v_to, v_ring, j, 2 * c.tile_n * c.tile_d_v)
+
+        with when(high > low):
             j = high - 1
-            for w in cutlass.range_constexpr(c.warpgroups):
-                q_ring = q_rings[w]
-                q_ring.wait_empty()
-                fill(
-                    atoms[0],
-                    q_from[None, m_block * c.warpgroups + w],
-                    q_to[None, w * c.q_stages + q_ring.stage],
-                    q_ring.full + q_ring.stage,
-                    2 * c.pack_heads * c.positions * c.tile_d,
-                )
-                q_ring.advance()
-                if cutlass.const_expr(w == 0):
-                    self.load_block(atoms[1], k_from, k_to, k_ring, j, 2 * c.tile_n * c.tile_d)
-            v_bytes = 2 * c.tile_n * c.tile_d_v
-            if cutlass.const_expr(c.packed_k or c.seqused_k):
+            load_q(0)
+            load_k(j)
+            self.load_others(load_q)
+            q_ring.advance()
+            if c.packed_k or c.seqused_k:
                 # What lies behind the last key is another sequence's or nobody's: it must not reach P V as
                 # 0 * NaN.  Zeros go there before the stage is called full.
-                if j > low:
-                    self.load_block(atoms[1], k_from, k_to, k_ring, j - 1, 2 * c.tile_n * c.tile_d)
-                if (j + 1) * c.tile_n > seqlen_k:
+                with when(j > low):
+                    load_k(j - 1)
+                short = Branch((j + 1) * c.tile_n > seqlen_k)
+                with short.then():
                     self.load_short_v(
                         atoms[2], v_from, v_to, v_ring, j, seqlen_k, storage, lane, short_v_phase
                     )
-                else:
-                    self.load_block(atoms[2], v_from, v_to, v_ring, j, v_bytes)
+                with short.otherwise():
+                    load_v(j)
                 j = j - 1
-            while j >= low:
-                if j > low:
-                    self.load_block(atoms[1], k_from, k_to, k_ring, j - 1, 2 * c.tile_n * c.tile_d)
-                self.load_block(atoms[2], v_from, v_to, v_ring, j, v_bytes)
-                j = j - 1
+            self.load_blocks(j, low, load_k, load_v)
+
+    @cute.jit
+    def load_others(self, load_q: cutlass.Constexpr[Any]):
+        """Q of all warpgroups but the first."""
+        for w in cutlass.range(1, self.config.warpgroups, unroll=1):
+            load_q(w)
+
+    @cute.jit
+    def load_blocks(self, j, low, load_k: cutlass.Constexpr[Any], load_v: cutlass.Constexpr[Any]):
+        """Blocks j to low."""
+        for i in cutlass.range(j - low + 1, unroll=1):
+            with when(j - i > low):
+                load_k(j - i - 1)
+            load_v(j - i)
 
     def load_block(self, atom, source, target, into: Ring, j: Int32, size: int) -> None:
         into.wait_empty()
@@ -552,7 +570,15 @@ class Forward:
 
     # ---- compute warpgroups ----
 
-    @cute.jit
+    def make_probabilities(self, keys: int) -> tuple[cute.Tensor, cute.Tensor]:
+        """Registers of P for that many keys, as words and as the A operand of the product with V."""
+        words = cute.make_rmem_tensor((keys // 4,), Int32)
+        operand = cute.make_tensor(
+            cute.recast_ptr(words.iterator, dtype=self.dtype),
+            cute.make_layout(((2, 2, 2), 1, keys // 16), stride=((1, 2, 4), 0, 8)),
+        )
+        return words, operand
+
     def compute(self, storage, shared_q, shared_k, shared_v, operands):
         """Scores, softmax, output: each warpgroup works on its own 64 rows of the tile, at its own pace."""
         c = self.config
@@ -568,11 +594,7 @@ class Forward:
         k = a.make_fragment_B(a.partition_B(shared_k))
         v = b.make_fragment_B(b.partition_B(shared_v))
         out = b.make_fragment_C(b.partition_shape_C((ROWS, c.tile_d_v)))
-        words = cute.make_rmem_tensor((c.tile_n // 4,), Int32)
-        probabilities = cute.make_tensor(
-            cute.recast_ptr(words.iterator, dtype=self.dtype),
-            cute.make_layout(((2, 2, 2), 1, c.tile_n // 16), stride=((1, 2, 4), 0, 8)),
-        )
+        words, probabilities = self.make_probabilities(c.tile_n)
         q_ring = Ring(
             storage.q_full.data_ptr() + group * c.q_stages,
             storage.q_empty.data_ptr() + group * c.q_stages,
@@ -582,8 +604,8 @@ class Forward:
         k_ring = Ring(storage.k_full.data_ptr(), storage.k_empty.data_ptr(), c.k_stages, False)
         v_ring = Ring(storage.v_full.data_ptr(), storage.v_empty.data_ptr(), c.v_stages, False)
         slots = Ring(storage.work_full.data_ptr(), storage.work_empty.data_ptr(), WORK_SLOTS, False)
-        work = storage.work.get_tensor(cute.make_layout((8, WORK_SLOTS)))
-        failed = storage.failed.get_tensor(cute.make_layout((16, WORK_SLOTS)))  # a word for each warp
+        work = View(storage.work.get_tensor(cute.make_layout((8, WORK_SLOTS))))
+        failed = View(storage.failed.get_tensor(cute.make_layout((16, WORK_SLOTS))))  # a word for each warp
         scale = operands.softmax_scale * ptx.LOG2_E
         if cutlass.const_expr(c.softcap):
             scale = Float32(ptx.LOG2_E)
@@ -596,6 +618,7 @@ class Forward:
             (scores_mma, out_mma, a),
             (q, k, v),
             (out, words, probabilities),
+            Narrow(self, thread, shared_k, shared_v, b) if c.softmax == "held" else None,
             (q_ring, k_ring, v_ring),
             state,
             operands,
@@ -603,15 +626,32 @@ class Forward:
         side.tiles(slots, work, failed)
 
 
+class Narrow(Fixture):
+    """Operands of the exact way: a block's K and V in parts of a few keys."""
+
+    def __init__(self, kernel: Forward, thread, shared_k, shared_v, out_slice) -> None:
+        c = kernel.config
+        self.mma = make_mma(kernel.dtype, (ROWS, c.exact_n), OperandMajorMode.K, warpgroup.OperandSource.SMEM)
+        self.slice = self.mma.get_slice(thread)
+        k = cute.local_tile(shared_k, (c.exact_n, c.tile_d), (None, 0, None))
+        v = cute.local_tile(shared_v, (c.tile_d_v, c.exact_n), (0, None, None))
+        self.k = self.slice.make_fragment_B(self.slice.partition_B(k))
+        self.v = out_slice.make_fragment_B(out_slice.partition_B(v))
+        self.words, self.probabilities = kernel.make_probabilities(c.exact_n)
+
+
 class Warpgroup(Fixture):
     """The place of one compute warpgroup: its operands, registers and rings."""
 
-    def __init__(self, kernel, group, thread, lane, mmas, fragments, registers, rings, state, operands):
+    def __init__(
+        self, kernel, group, thread, lane, mmas, fragments, registers, narrow, rings, state, operands
+    ):
         self.kernel, self.config = kernel, kernel.config
         self.group, self.thread, self.lane = group, thread, lane
         self.scores_mma, self.out_mma, self.scores_slice = mmas
         self.q, self.k, self.v = fragments
         self.out, self.words, self.probabilities = registers
+        self.narrow = narrow
         self.q_ring, self.k_ring, self.v_ring = rings
         self.state = state
         self.operands = operands
@@ -639,10 +679,9 @@ class Warpgroup(Fixture):
         gemm(self.out_mma, self.out, self.probabilities, v, fresh=False)
         warpgroup.commit_group()
 
-    @cute.jit
-    def release(self, of: Ring):
+    def release(self, of: Ring) -> None:
         """This warp has read the stage."""
-        if self.lane == 0:
+        with when(self.lane == 0):
             cute.arch.mbarrier_arrive(of.empty + of.stage)
         of.advance()
 
@@ -668,27 +707,36 @@ class Warpgroup(Fixture):
                 cute.arch.mbarrier_arrive(slots.empty + slot)
             slots.advance()
 
-    @cute.jit
-    def tile(self, info, exact):
+    def tile(self, info, exact: Boolean) -> Boolean:
         """One tile; the answer is True where a held maximum failed some row of this thread."""
         low, high, own_low, own_high = self.span(info)
         sees = own_high > own_low
         self.out.fill(0.0)
         self.state.start()
-        if high > low:
+        with when(high > low):
             self.q_ring.wait_full()
-            before = ptx.choose(sees, high - own_high, high - low)
-            self.pass_blocks(before)  # blocks that only later rows of the tile see
-            if sees:
-                if exact:
-                    self.exactly(info)
-                else:
-                    self.fast(info)
-                self.pass_blocks(own_low - low)  # blocks that only earlier rows see
-            else:
+            # Blocks that only later rows of the tile see; blocks of its own; blocks that only earlier rows see.
+            self.pass_blocks(ptx.choose(sees, high - own_high, high - low))
+            own = Branch(sees)
+            with own.then():
+                self.blocks(info, own_low, own_high, exact)
+                self.pass_blocks(own_low - low)
+            with own.otherwise():
                 self.release(self.q_ring)
         bad = self.finish(info)
         return bad & sees & ~exact
+
+    def blocks(self, info, low, high, exact: Boolean) -> None:
+        """Blocks [low, high), one way or the other."""
+        limits = self.limits(info)
+        if self.narrow is None:
+            self.fast(info, low, high, limits)
+            return
+        way = Branch(exact)
+        with way.then():
+            self.exactly(low, high, limits)
+        with way.otherwise():
+            self.fast(info, low, high, limits)
 
     def span(self, info) -> tuple[Int32, Int32, Int32, Int32]:
         """Key blocks [low, high) of the whole tile, and those of this warpgroup's rows."""
@@ -739,37 +787,34 @@ class Warpgroup(Fixture):
     @cute.jit
     def pass_blocks(self, count):
         """Blocks that none of this warpgroup's rows sees; K and V in turn, as they are loaded."""
-        while count > 0:
+        for _ in cutlass.range(count, unroll=1):
             self.k_ring.wait_full()
             self.release(self.k_ring)
             self.v_ring.wait_full()
             self.release(self.v_ring)
-            count = count - 1
 
-    def visible(self, scores, j, limits, masked: bool) -> None:
-        """Softcap and mask on the scores of block j."""
-        c = self.config
-        if c.softcap:
+    def cap(self, scores) -> None:
+        """Softcap, where there is one."""
+        if self.config.softcap:
             softmax.cap(scores, self.operands.softmax_scale, self.operands.softcap)
-        if masked:
-            low, high = limits
-            softmax.mask(scores, j * c.tile_n + self.lane % 4 * 2, low, high)
+
+    def mask(self, scores, first_key, limits) -> None:
+        """Hide the keys that a row doesn't see, in a block that starts at `first_key`."""
+        low, high = limits
+        softmax.mask(scores, first_key + self.lane % 4 * 2, low, high)
 
     # ---- blocks of a tile, from the last to the first ----
 
-    @cute.jit
-    def fast(self, info):
-        """The first block, then three loops: blocks cut on the right, whole ones, blocks cut on the left."""
+    def fast(self, info, low, high, limits) -> None:
+        """The first block, then all others in one loop, of which it masks what is cut."""
         c = self.config
-        _, _, low, high = self.span(info)
-        limits = self.limits(info)
         first = self.first(info)
         offset = info[SEQLEN_K] - info[SEQLEN_Q]
         until, clear_low = info[SEQLEN_K], low
-        if cutlass.const_expr(c.bounded_right):
+        if c.bounded_right:
             until = ptx.least(until, first + offset + self.operands.window_right + 1)
         clear_high = ptx.most(until, Int32(0)) // c.tile_n
-        if cutlass.const_expr(c.bounded_left):
+        if c.bounded_left:
             since = first + c.positions - 1 + offset - self.operands.window_left
             clear_low = (ptx.most(since, Int32(0)) + c.tile_n - 1) // c.tile_n
 
@@ -777,29 +822,25 @@ class Warpgroup(Fixture):
         scores = self.multiply_k()
         warpgroup.wait_group(0)
         self.release(self.k_ring)
-        self.visible(scores, j, limits, True)
-        if cutlass.const_expr(c.softmax == "held"):
+        self.cap(scores)
+        self.mask(scores, j * c.tile_n, limits)
+        if c.softmax == "held":
             self.state.hold(scores)
         else:
             self.state.raise_reference(scores)
-        self.state.exponentials(scores)
+        self.state.exponentials(scores, held=c.softmax == "held")
         block = self.state.sums(scores)
         self.state.pack(scores, self.words)
         self.state.add_packed(self.words, block, first=True)
-        j = j - 1
-        if cutlass.const_expr(c.bounded_right):
-            j = self.steps(j, ptx.most(clear_high, clear_low), limits, True)
-        j = self.steps(j, clear_low, limits, False)
-        if cutlass.const_expr(c.bounded_left):
-            j = self.steps(j, low, limits, True)
+        self.steps(j - 1, low, clear_low, clear_high, limits)
         self.release(self.q_ring)
         self.multiply_v()
         warpgroup.wait_group(0)
         self.release(self.v_ring)
 
     @cute.jit
-    def steps(self, j, low, limits, masked: cutlass.Constexpr[bool]):
-        """Blocks j to low; the answer is the first block that remains.
+    def steps(self, j, low, clear_low, clear_high, limits):
+        """Blocks j to low; those outside [clear_low, clear_high) are cut by a mask.
 
         The scores of block j are computed first, then the output of block j + 1, whose probabilities are at hand;
         the softmax of block j runs beside the second product."""
@@ -809,11 +850,14 @@ class Warpgroup(Fixture):
             self.multiply_v()
             warpgroup.wait_group(1)
             self.release(self.k_ring)
-            self.visible(scores, j, limits, masked)
+            self.cap(scores)
+            if cutlass.const_expr(c.bounded_right or c.bounded_left):
+                if (j < clear_low) | (j >= clear_high):
+                    self.mask(scores, j * c.tile_n, limits)
             if cutlass.const_expr(c.softmax == "online"):
                 factors, moved = self.state.raise_reference(scores)
                 self.state.lower(factors)
-            self.state.exponentials(scores)
+            self.state.exponentials(scores, held=c.softmax == "held")
             block = self.state.sums(scores)
             if cutlass.const_expr(c.settle == "before"):
                 self.state.add(scores, block)
@@ -825,62 +869,83 @@ class Warpgroup(Fixture):
             if cutlass.const_expr(c.settle == "after"):
                 self.state.add_packed(self.words, block)
             j = j - 1
-        return j
 
     @cute.jit
-    def exactly(self, info):
-        """A tile that a held maximum failed: every block cut, a running maximum, nothing overlapped."""
-        _, _, low, high = self.span(info)
-        limits = self.limits(info)
+    def exactly(self, low, high, limits):
+        """A tile that a held maximum failed: a few keys at a time, all cut, a running maximum, nothing overlapped.
+
+        It is rarely taken, so it is kept small: what counts is that it need not be assembled at full width."""
+        c = self.config
         j = high - 1
         while j >= low:
-            scores = self.multiply_k()
-            warpgroup.wait_group(0)
+            self.k_ring.wait_full()
+            self.v_ring.wait_full()
+            part = Int32(0)
+            while part < c.tile_n // c.exact_n:
+                scores = self.narrow.slice.make_fragment_C(
+                    self.narrow.slice.partition_shape_C((ROWS, c.exact_n))
+                )
+                q = self.q[None, None, None, self.group * c.q_stages + self.q_ring.stage]
+                warpgroup.fence()
+                gemm(
+                    self.narrow.mma,
+                    scores,
+                    q,
+                    self.narrow.k[None, None, None, part, self.k_ring.stage],
+                    fresh=True,
+                )
+                warpgroup.commit_group()
+                warpgroup.wait_group(0)
+                self.cap(scores)
+                self.mask(scores, j * c.tile_n + part * c.exact_n, limits)
+                self.state.raise_to(scores, self.out)
+                self.state.exponentials(scores)
+                block = self.state.sums(scores)
+                self.state.pack(scores, self.narrow.words)
+                self.state.add_packed(self.narrow.words, block)
+                warpgroup.fence()
+                v = self.narrow.v[None, None, None, part, self.v_ring.stage]
+                gemm(self.out_mma, self.out, self.narrow.probabilities, v, fresh=False)
+                warpgroup.commit_group()
+                warpgroup.wait_group(0)
+                part = part + 1
             self.release(self.k_ring)
-            self.visible(scores, j, limits, True)
-            self.state.raise_to(scores, self.out)
-            self.state.exponentials(scores)
-            block = self.state.sums(scores)
-            self.state.pack(scores, self.words)
-            self.state.add_packed(self.words, block)
-            self.multiply_v()
-            warpgroup.wait_group(0)
             self.release(self.v_ring)
             j = j - 1
         self.release(self.q_ring)
 
-    @cute.jit
-    def finish(self, info):
+    def finish(self, info) -> Boolean:
         """Divide by the row sums and store; the answer is True where a held maximum failed a row."""
         c = self.config
         state, operands = self.state, self.operands
         positions, heads, valid = self.rows(info)
         state.finish()
         bad = Boolean(False)
-        if cutlass.const_expr(c.softmax == "held"):
-            for half in cutlass.range_constexpr(2):
-                bad = bad | (valid[half] & ~(state.in_bounds(half) & finite(self.out, half)))
-        pointers = []
-        for half in cutlass.range_constexpr(2):
+        if c.softmax == "held":
+            finite = softmax.finite(self.out)
+            for half in range(2):
+                bad = bad | (valid[half] & ~(state.in_bounds(half) & finite[half]))
+        pointers, factors = [], []
+        for half in range(2):
             down = Float32(1.0)
-            if cutlass.const_expr(c.sink):
+            if c.sink:
                 down = state.add_sink(half, self.sink_of(heads[half], valid[half]))
             total = state.sum[half]
             used = total + state.rounding[half]
-            factor = ptx.choose(total == 0.0, Float32(0.0), down * cute.arch.rcp_approx(used))
-            softmax.scale_row(self.out, half, factor)
-            if cutlass.const_expr(c.packed_q):
+            factors.append(ptx.choose(total == 0.0, Float32(0.0), down * cute.arch.rcp_approx(used)))
+            if c.packed_q:
                 row = operands.out[info[FIRST_Q] + positions[half], heads[half], None]
             else:
                 row = operands.out[info[BATCH], positions[half], heads[half], None]
             pointers.append(row.iterator)
-            if cutlass.const_expr(c.lse):
-                if valid[half] & (self.lane % 4 == 0):
+            if c.lse:
+                with when(valid[half] & (self.lane % 4 == 0)):
                     value = (state.reference[half] + ptx.log2(total)) * ptx.LN_2
-                    if cutlass.const_expr(c.packed_q):
+                    if c.packed_q:
                         operands.lse[heads[half], info[FIRST_Q] + positions[half]] = value
                     else:
                         operands.lse[info[BATCH], heads[half], positions[half]] = value
+        softmax.scale_rows(self.out, factors)
         store_rows(self.out, pointers, valid, c.head_dim_v, self.kernel.dtype, self.lane)
         return bad
 
@@ -982,15 +1047,6 @@ def gemm(mma, out, a, b, fresh: bool) -> None:
     for i in range(cute.size(a, mode=[2])):
         cute.gemm(atom, out, a[None, None, i], b[None, None, i], out)
         atom.set(warpgroup.Field.ACCUMULATE, True)
-
-
-def finite(out: cute.Tensor, half: int) -> Boolean:
-    """Whether a thread's row of an accumulator has no infinity and no NaN: 0 times any of them is not 0."""
-    probe = Float32(0.0)
-    for i in range(cute.size(out)):
-        if i // 2 % 2 == half:
-            probe = probe + out[i] * Float32(0.0)
-    return probe == 0.0
 
 
 def partition(atom, shared, source):
