@@ -30,13 +30,13 @@ def check(config: ForwardConfig, folder: Path) -> None:
     load, compute = config.registers
     assert f"setmaxnreg.dec.sync.aligned.u32 {load};" in _squeezed(ptx)
     assert f"setmaxnreg.inc.sync.aligned.u32 {compute};" in _squeezed(ptx)
-    # S = Q K^T: the first block, the loop, and the exact way's narrow part; O += P V: the loop, the last block, and
-    # the same part.
+    # S = Q K^T: the first block, each of the loops, and the narrow exact way; O += P V: the same and the last block.
+    loops = 1 + config.bounded_right + config.bounded_left
     exact = int(config.softmax == "held")
     expected: Counter[int] = Counter()
-    expected[config.tile_n] += 2 * (config.tile_d // 16)
+    expected[config.tile_n] += (1 + loops) * (config.tile_d // 16)
     expected[config.exact_n] += exact * (config.tile_d // 16)
-    expected[config.tile_d_v] += 2 * (config.tile_n // 16) + exact * (config.exact_n // 16)
+    expected[config.tile_d_v] += (loops + 1) * (config.tile_n // 16) + exact * (config.exact_n // 16)
     found = Counter(int(n) for n in re.findall(r"wgmma\.mma_async\S*m64n(\d+)k16", ptx))
     assert found == +expected
 

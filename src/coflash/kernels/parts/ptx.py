@@ -1,9 +1,8 @@
 """Single instructions that the DSL has no word for, and bit-level views of a register."""
 
-import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 from cutlass._mlir.dialects import arith, llvm
-from cutlass.cutlass_dsl import T, dsl_user_op
+from cutlass.cutlass_dsl import dsl_user_op
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453

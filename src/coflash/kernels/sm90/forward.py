@@ -806,7 +806,7 @@ class Warpgroup(Fixture):
     # ---- blocks of a tile, from the last to the first ----
 
     def fast(self, info, low, high, limits) -> None:
-        """The first block, then all others in one loop, of which it masks what is cut."""
+        """The first block, then three loops: blocks cut on the right, whole ones, blocks cut on the left."""
         c = self.config
         first = self.first(info)
         offset = info[SEQLEN_K] - info[SEQLEN_Q]
@@ -832,15 +832,20 @@ class Warpgroup(Fixture):
         block = self.state.sums(scores)
         self.state.pack(scores, self.words)
         self.state.add_packed(self.words, block, first=True)
-        self.steps(j - 1, low, clear_low, clear_high, limits)
+        j = j - 1
+        if c.bounded_right:
+            j = self.steps(j, ptx.most(clear_high, clear_low), limits, True)
+        j = self.steps(j, clear_low, limits, False)
+        if c.bounded_left:
+            j = self.steps(j, low, limits, True)
         self.release(self.q_ring)
         self.multiply_v()
         warpgroup.wait_group(0)
         self.release(self.v_ring)
 
     @cute.jit
-    def steps(self, j, low, clear_low, clear_high, limits):
-        """Blocks j to low; those outside [clear_low, clear_high) are cut by a mask.
+    def steps(self, j, low, limits, masked: cutlass.Constexpr[bool]):
+        """Blocks j to low; the answer is the first block that remains.
 
         The scores of block j are computed first, then the output of block j + 1, whose probabilities are at hand;
         the softmax of block j runs beside the second product."""
@@ -851,9 +856,8 @@ class Warpgroup(Fixture):
             warpgroup.wait_group(1)
             self.release(self.k_ring)
             self.cap(scores)
-            if cutlass.const_expr(c.bounded_right or c.bounded_left):
-                if (j < clear_low) | (j >= clear_high):
-                    self.mask(scores, j * c.tile_n, limits)
+            if cutlass.const_expr(masked):
+                self.mask(scores, j * c.tile_n, limits)
             if cutlass.const_expr(c.softmax == "online"):
                 factors, moved = self.state.raise_reference(scores)
                 self.state.lower(factors)
@@ -869,6 +873,7 @@ class Warpgroup(Fixture):
             if cutlass.const_expr(c.settle == "after"):
                 self.state.add_packed(self.words, block)
             j = j - 1
+        return j
 
     @cute.jit
     def exactly(self, low, high, limits):
