@@ -204,17 +204,9 @@ def _(dout: Tensor, lse: Tensor, delta: Tensor, *args: Any) -> Any:
 
 
 @_attention_double_backward.register_fake
-def _(
-    to_dq: Tensor,
-    to_dk: Tensor,
-    to_dv: Tensor,
-    to_dparameters: list[Tensor],
-    dout: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    *args: Any,
-) -> Any:
-    rows = [_like(t) for t in (*args[:3], dout, lse, delta)]
+def _(*given: Any) -> Any:
+    args = given[7:]  # behind four directions, dout, lse and delta
+    rows = [_like(t) for t in (*args[:3], *given[4:7])]
     return *rows, [torch.empty_like(t) for t in _parameters(args)]
 
 
