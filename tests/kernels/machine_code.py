@@ -16,6 +16,7 @@ from pathlib import Path
 KINDS = {
     "exponentials": "MUFU",
     "packed multiply-adds": "FFMA2 FADD2 FMUL2",
+    "single multiply-adds": "FFMA FADD FMUL",
     "maxima, clamps": "FMNMX FMNMX3",
     "conversions": "F2FP",
     "masks": "FSEL ISETP R2P",

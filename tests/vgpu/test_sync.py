@@ -138,6 +138,25 @@ class TestMbarriers:
         )
         assert any("initialisation" in f.message for f in report.of("races")), str(report)
 
+    @pytest.mark.parametrize("seed", range(4))
+    def test_a_wait_that_is_told_not_yet_goes_on_where_it_was(self, seed):
+        """Warps 0 and 1 wait for phases 0 to 5 of a barrier each. Warp 2 completes these, one after the other, each
+        when a wait for another barrier, which nobody completes, has run out of time: all waits have then."""
+        run(
+            "setp.eq.u32 %p1, %r0, 0; @!%p1 bra initialised; "
+            + "".join(f"mbarrier.init.shared.b64 [%r1+{8 * i}], 1;" for i in range(8))
+            + "fence.mbarrier_init.release.cluster; initialised: bar.sync 0; mov.u32 %r4, 0;"
+            "shr.u32 %r2, %r0, 5; shl.b32 %r3, %r2, 3; add.u32 %r3, %r3, %r1; setp.eq.u32 %p2, %r2, 2;"
+            "setp.eq.u32 %p4, %r0, 64; @%p2 bra clock;"
+            "next: and.b32 %r5, %r4, 1;"
+            "again: mbarrier.try_wait.parity.shared.b64 %p3, [%r3], %r5; @!%p3 bra again;"
+            "add.u32 %r4, %r4, 1; setp.lt.u32 %p3, %r4, 6; @%p3 bra next; bra end;"
+            "clock: mbarrier.try_wait.parity.shared.b64 %p3, [%r3], 0;"
+            "@%p4 mbarrier.arrive.shared.b64 _, [%r1]; @%p4 mbarrier.arrive.shared.b64 _, [%r1+8];"
+            "add.u32 %r3, %r3, 8; add.u32 %r4, %r4, 1; setp.lt.u32 %p3, %r4, 6; @%p3 bra clock; end:",
+            words=96, threads=96, schedule="random", seed=seed,
+        )  # fmt: skip
+
     def test_never_initialised(self):
         _, report = try_run("mbarrier.arrive.shared.b64 _, [%r1];")
         assert "no initialised mbarrier" in str(report)

@@ -694,7 +694,7 @@ class Machine:
             piece = Convoy(c.cta, c.pc, fragments)
             piece.solo = True
             piece.expired = c.expired
-            piece.note = c.note
+            piece.note, piece.since = c.note, c.since
             self.ready.appendleft(piece)
         return STOP
 

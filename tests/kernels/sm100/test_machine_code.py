@@ -14,7 +14,7 @@ from tests.kernels.machine_code import Code, disassembler, opcode
 pytest.importorskip("cutlass")
 
 from tests.kernels.sm100.calls import built  # noqa: E402
-from tests.kernels.sm100.slots import counted  # noqa: E402
+from tests.kernels.sm100.slots import counted, roles  # noqa: E402
 
 from coflash.compiler import resources  # noqa: E402
 from coflash.kernels.sm100.config import choose  # noqa: E402
@@ -63,3 +63,17 @@ def test_the_disassembler_reads_the_same_products(ctas: int) -> None:
 def test_no_more_issue_slots_than_flash_attn_4(problem: str) -> None:
     cubin, _ = machine_code(**PROBLEMS[problem])
     assert sum(counted(cubin).slots.values()) <= PEER[problem]
+
+
+@needs_disassembler
+@pytest.mark.parametrize("problem", ["d128 full", "d256 full"])
+def test_pairs_wait_for_no_memory_in_the_loops(problem: str) -> None:
+    """An arrival that releases to the cluster would be a fence for all of memory, a wait that acquires from it would
+    empty the L1 cache: tcgen05 fences order what goes through tensor memory, relaxed barriers do for the rest."""
+    cubin, _ = machine_code(**PROBLEMS[problem])
+    code = Code.read(cubin)
+    softmax, masked, _ = roles(code)
+    issuing = [loop.body for loop in code.loops() if any(opcode(i) == "UTCHMMA.2CTA" for i in loop.body)]
+    assert len(issuing) == 1
+    for instructions in (softmax, masked, *issuing):
+        assert not {"MEMBAR", "ERRBAR", "CCTL"} & {opcode(i).split(".")[0] for i in instructions}

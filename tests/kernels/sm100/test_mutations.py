@@ -19,12 +19,23 @@ FAULTS = 40
 CAUGHT = 0.95
 TRIES = (("lazy", 0), ("eager", 0), ("random", 0), ("random", 1), ("round-robin", 0))
 OPTIONS = {"head_dim": 128, "head_dim_v": 128, "packed_q": True, "packed_k": True}
-# Many items for one CTA, masked on both sides, with maxima that grow; then a first item of one block: together they
-# take every path of the kernel.
+# Many items for one CTA, masked on both sides, with maxima that grow; a first item of one block, and rows, tiles and
+# items that see nothing; items whose first block is seen whole. Together they execute every instruction.
 MANY = Case(
     (300, 5, 130), (500, 7, 200), 2, 1, window_left=400, window_right=0, inputs="rising 10", options=OPTIONS
 )
-FEW = Case((130, 40), (90, 30), 1, 1, window_left=150, window_right=0, options=OPTIONS)
+FEW = Case((130, 40, 400, 250), (90, 30, 60, 60), 1, 1, window_left=150, window_right=0, options=OPTIONS)
+WHOLE = Case(
+    (130, 20),
+    (384, 256),
+    1,
+    1,
+    window_left=1000,
+    window_right=1000,
+    inputs="rising 3",
+    options=OPTIONS,
+)
+CALLS = (MANY, FEW, WHOLE)
 
 
 def spread(ptx: str, count: int) -> list[Mutation]:
@@ -54,11 +65,24 @@ def notice(case: Case, mutation: Mutation) -> str:
     return ""
 
 
+def test_the_calls_execute_every_instruction() -> None:
+    hits = 0
+    for case in CALLS:
+        _, (launch,) = prepare(case, case.config(), blocks=1)
+        machine = Machine("sm_100a")
+        assert machine.run(launch).ok
+        hits += machine.counters.hits.sum(axis=1)
+    missed = [machine.program.instruction_at(at) for at, count in enumerate(hits) if not count]
+    assert [
+        instruction.text for instruction in missed if instruction
+    ] == []  # behind the last one stands none
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_faults_are_noticed() -> None:
     _, (launch,) = prepare(MANY, MANY.config(), blocks=1)
     chosen = spread(launch.ptx, FAULTS)
-    missed = [m for m in chosen if not notice(MANY, m) and not notice(FEW, m)]
+    missed = [m for m in chosen if not any(notice(call, m) for call in CALLS)]
     assert len(chosen) == FAULTS
     assert len(missed) <= (1 - CAUGHT) * FAULTS, "\n".join(map(str, missed))
