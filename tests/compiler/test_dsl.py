@@ -4,7 +4,9 @@ process.
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import py_compile
 import re
 import shutil
 import subprocess
@@ -191,3 +193,23 @@ def test_a_config_that_cannot_be_sent(tmp_path):
 
     with pytest.raises(CompileError, match="can't be sent"):
         builder.Worker().run(Job(KERNEL, Local(), "sm_90a"), tmp_path)
+
+
+@pytest.mark.parametrize("told_not_to", [False, True])
+@pytest.mark.parametrize("installed", [False, True])
+def test_a_dsl_without_bytecode_is_translated_once(told_not_to, installed, tmp_path, monkeypatch):
+    source = tmp_path / "cutlass.py"
+    source.write_text("")
+    spec = importlib.util.spec_from_file_location("cutlass", source)
+    if installed:
+        py_compile.compile(str(source))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)
+    monkeypatch.setattr("sys.dont_write_bytecode", told_not_to)
+    started = []
+    monkeypatch.setattr("subprocess.Popen", lambda command, env, **_: started.append(env))
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1" if told_not_to else "")
+    builder.Worker()._start("sm_90a")
+    (env,) = started
+    kept_apart = told_not_to and not installed
+    assert ("PYTHONPYCACHEPREFIX" in env) == kept_apart
+    assert ("PYTHONDONTWRITEBYTECODE" in env) != kept_apart

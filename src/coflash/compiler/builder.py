@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import errno
 import functools
+import importlib.util
 import json
 import os
 import pickle
@@ -204,6 +205,9 @@ class Worker:
                 "OPENBLAS_NUM_THREADS": "1",  # of NumPy, which the DSL imports: it would start one for each core
                 "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
             }
+            if _dsl_is_source_only():
+                env.pop("PYTHONDONTWRITEBYTECODE", None)
+                env["PYTHONPYCACHEPREFIX"] = str(cache.writable_root() / "bytecode")
             self._process = subprocess.Popen(
                 [sys.executable, str(Path(__file__).with_name("worker.py"))],
                 stdin=subprocess.PIPE,
@@ -211,3 +215,12 @@ class Worker:
                 env=env,
             )
         return self._process
+
+
+def _dsl_is_source_only() -> bool:
+    """Whether the DSL was installed without bytecode, and none will be put beside it: each compiler process would
+    then translate its 450 modules again, which takes longer than everything else it does."""
+    spec = importlib.util.find_spec("cutlass")
+    if spec is None or spec.cached is None or os.path.exists(spec.cached):
+        return False
+    return sys.dont_write_bytecode or not os.access(os.path.dirname(os.path.dirname(spec.cached)), os.W_OK)
