@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections import defaultdict
 
@@ -38,10 +39,10 @@ def by_role(counters: dict[str, dict[str, float]]) -> dict[str, dict[str, float]
     """The report's counters per range of warps, gathered into roles. A thread's operation counts as 1/32."""
     roles: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for name, units in counters.items():
-        if not name.startswith("warp"):
+        group = re.match(r"warps? (\d+)", name)
+        if group is None:
             continue
-        first = int(name.split()[1].split("-")[0])
-        role = next(role for role, warps in ROLES.items() if first in warps)
+        role = next(role for role, warps in ROLES.items() if int(group[1]) in warps)
         for unit, amount in units.items():
             roles[role][unit] += amount
         roles[role]["issue"] += units.get("instructions", 0) - units.get("move", 0) / 32
