@@ -7,7 +7,9 @@ has the figures.  This module imports nothing, so that device code can take the 
 
 from __future__ import annotations
 
-__all__ = ["COEFFICIENTS"]
+from dataclasses import dataclass
+
+__all__ = ["COEFFICIENTS", "DEPRESSED", "Depressed"]
 
 COEFFICIENTS: dict[int, tuple[float, ...]] = {
     3: (1.0, 0.6951167583465576, 0.22764506936073303, 0.07706699520349503),
@@ -21,3 +23,39 @@ COEFFICIENTS: dict[int, tuple[float, ...]] = {
         0.0018669526325538754,
     ),
 }
+
+
+@dataclass(frozen=True)
+class Depressed:
+    """A cubic for kernels, without its quadratic term, together with the step that splits x.
+
+    For x between `lowest` and `lowest + span`, all of it float32 multiply-adds:
+
+        y = (x - lowest) / span
+        t = span * y + magic, rounded down        the low bits of t: floor(x) - lowest
+        s = q * span * y + (shift - q * t)        that is q * (x - floor(x) + a)
+        2**(x - floor(x)) = (s * s + square) * s + constant
+
+    `q * (magic + a) = shift` must hold to 1e-6 although `shift` has seven digits.  `magic` may be any whole number from
+    2**23 on whose lowest nine bits are those of `lowest`; there is one with which `shift` is a float32.
+    """
+
+    lowest: float
+    span: float
+    magic: float
+    q: float
+    shift: float
+    square: float
+    constant: float
+
+
+#: COEFFICIENTS[3] in that form.
+DEPRESSED = Depressed(
+    lowest=-100.0,
+    span=128.0,
+    magic=10919836.0,
+    q=0.4255548417568207,
+    shift=4646989.5,
+    square=1.10672926902771,
+    constant=0.46270471811294556,
+)

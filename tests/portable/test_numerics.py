@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from coflash import flash_attn_func
-from coflash.exp2 import COEFFICIENTS
+from coflash.exp2 import COEFFICIENTS, DEPRESSED
 from coflash.operands import Operands
 from coflash.portable import Numerics, forward, schedule, using
 from coflash.portable.exp2 import exp2_polynomial
@@ -43,6 +44,38 @@ def test_exp2_outside(degree: int) -> None:
     x = torch.tensor([-math.inf, -1e30, -126.5, math.nan, 3.0])
     found = exp2_polynomial(x, degree)
     assert found[:3].tolist() == [0, 0, 0] and found[3].isnan() and found[4] == 8
+
+
+def cubic_of_kernels(x: torch.Tensor) -> torch.Tensor:
+    """2**x by `DEPRESSED`, each step rounded once to float32 as a multiply-add does."""
+    c = DEPRESSED
+
+    def rounded(exact: torch.Tensor) -> torch.Tensor:
+        return exact.float().double()
+
+    y = rounded((x.double() - c.lowest) / c.span).clamp(0.0, 1.0)
+    t = torch.floor(c.span * y + c.magic)
+    s = rounded(c.q * c.span * y + rounded(c.shift - c.q * t))
+    p = rounded(rounded(s * s + c.square) * s + c.constant)
+    bits = t.float().view(torch.int32).long() * 2**23 + p.float().view(torch.int32)
+    return (bits << 32 >> 32).int().view(torch.float32)  # the low 32 bits
+
+
+def test_cubic_of_kernels() -> None:
+    lowest, highest = DEPRESSED.lowest, DEPRESSED.lowest + DEPRESSED.span
+    x = torch.linspace(lowest, highest - 1e-3, 2_000_001)
+    error = cubic_of_kernels(x).double() / torch.exp2(x.double()) - 1
+    assert error.abs().max() <= 9.5e-5
+    whole = torch.arange(lowest, highest)
+    assert torch.allclose(cubic_of_kernels(whole), torch.exp2(whole), rtol=1e-5, atol=0)
+    outside = cubic_of_kernels(torch.tensor([-math.inf, -1e30, -101.0, 30.0, 1e30, math.inf]))
+    assert torch.allclose(outside.log2(), torch.tensor([lowest] * 3 + [highest] * 3), atol=1e-4)
+
+
+def test_numbers_of_that_cubic_are_float32() -> None:
+    numbers = torch.tensor(dataclasses.astuple(DEPRESSED), dtype=torch.float64)
+    assert numbers.equal(numbers.float().double())
+    assert int(DEPRESSED.magic) % 512 == int(DEPRESSED.lowest) % 512
 
 
 def test_coefficients_are_float32() -> None:

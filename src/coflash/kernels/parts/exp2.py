@@ -2,17 +2,17 @@
 
 The special-function unit gives 16 results a clock and multiprocessor, which on Blackwell takes as long as the
 products of a tile.  A part of a row's exponentials is therefore computed as `2**floor(x) * p(x - floor(x))` on
-packed float32 pairs, p being the cubic of `coflash.exp2`.  A pair takes nine instructions where the special-function
+packed float32 pairs, p being a cubic.  A pair takes nine instructions where the special-function
 unit takes three, the scaling that makes x of a score included:
 
-    y = saturate((x - LOWEST) / SPAN)              two, one a number: bounds x on both sides, at no cost of its own
-    t = SPAN y + MAGIC, rounded down               floor(x) in the low bits of t
-    s = q (x - floor(x) + a)                       two: -q t + SHIFT, to which q SPAN y is added
-    p = (s s + SQUARE) s + CONSTANT                two: a cubic without its quadratic term
+    y = saturate((x - lowest) / span)              two, one a number: bounds x on both sides, at no cost of its own
+    t = span y + magic, rounded down               floor(x) in the low bits of t
+    s = q (x - floor(x) + a)                       two: shift - q t, to which q span y is added
+    p = (s s + square) s + constant                two
     2**x = p's bits + (t << 23)                    two, one a number
 
-`q (MAGIC + a) = SHIFT` has to hold to 1e-6 although it is a number of seven digits: MAGIC may be any whole number
-whose low bits make the exponent right, and `tools/exp2_minimax.py` looks for one with which SHIFT is a float32.
+`coflash.exp2.Depressed` has the numbers.  After rounding to 16 bits both units agree to within
+`docs/numerics.md`'s figures.
 
 The functions give PTX text, so that a kernel can put a whole row's work into one piece of inline PTX.
 """
@@ -26,12 +26,7 @@ from cutlass import Float32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
-LOWEST, SPAN = -100.0, 128.0  # x is taken between LOWEST and LOWEST + SPAN
-MAGIC = 10919836.0  # its low nine bits are LOWEST's
-Q = 0.4255548417568207
-SHIFT = 4646989.5
-SQUARE = 1.10672926902771
-CONSTANT = 0.46270471811294556
+from coflash.exp2 import DEPRESSED as CUBIC
 
 
 @dsl_user_op
@@ -68,7 +63,7 @@ def special(pair: str) -> list[str]:
 
 def bounded(scale: Any, offset: Any) -> tuple[Any, Any]:
     """What a score is multiplied by, and what is added, to give y where `score * scale + offset` is x."""
-    return scale * (1 / SPAN), offset * (1 / SPAN) + (-LOWEST / SPAN)
+    return scale * (1 / CUBIC.span), offset * (1 / CUBIC.span) + (-CUBIC.lowest / CUBIC.span)
 
 
 def polynomial(pair: str, low: str, high: str, scale: str, offset: str) -> list[str]:
@@ -77,17 +72,17 @@ def polynomial(pair: str, low: str, high: str, scale: str, offset: str) -> list[
         f"fma.rn.sat.f32 lo, {low}, {scale}, {offset};",
         f"fma.rn.sat.f32 hi, {high}, {scale}, {offset};",
         f"mov.b64 {pair}, {{lo, hi}};",
-        f"mov.b64 k, {_twice(SPAN)};",
-        f"mov.b64 part, {_twice(MAGIC)};",
+        f"mov.b64 k, {_twice(CUBIC.span)};",
+        f"mov.b64 part, {_twice(CUBIC.magic)};",
         f"fma.rm.f32x2 whole, {pair}, k, part;",
-        f"mov.b64 k, {_twice(-Q)};",
-        f"mov.b64 part, {_twice(SHIFT)};",
+        f"mov.b64 k, {_twice(-CUBIC.q)};",
+        f"mov.b64 part, {_twice(CUBIC.shift)};",
         "fma.rn.f32x2 part, whole, k, part;",
-        f"mov.b64 k, {_twice(Q * SPAN)};",
+        f"mov.b64 k, {_twice(CUBIC.q * CUBIC.span)};",
         f"fma.rn.f32x2 part, {pair}, k, part;",
-        f"mov.b64 k, {_twice(SQUARE)};",
+        f"mov.b64 k, {_twice(CUBIC.square)};",
         "fma.rn.f32x2 power, part, part, k;",
-        f"mov.b64 k, {_twice(CONSTANT)};",
+        f"mov.b64 k, {_twice(CUBIC.constant)};",
         "fma.rn.f32x2 power, power, part, k;",
         # The integer sits in the low bits: shifted into the exponent field it multiplies by 2**floor(x).
         "mov.b64 {lo, hi}, whole;",

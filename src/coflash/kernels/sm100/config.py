@@ -98,6 +98,11 @@ class ForwardConfig:
         return 2 if self.head_dim_v <= 128 and self.head_dim <= 192 else 1
 
     @property
+    def early(self) -> bool:
+        """Whether a part of P is handed over before the rest."""
+        return self.q_tiles == 2 and self.early_keys < BLOCK
+
+    @property
     def tile_d(self) -> int:
         """head_dim as the products see it; the copy engine fills what lies beyond with zeros."""
         return _round_up(self.head_dim, 16)
@@ -158,7 +163,8 @@ class ForwardConfig:
 
     @property
     def barriers(self) -> dict[str, int]:
-        """Name and number of the barriers; the kernel's documentation says who arrives and who waits."""
+        """Name and number of the barriers (0: this config has none); the kernel's documentation says who arrives and
+        who waits."""
         q_buffers = self.q_tiles * self.q_stages
         return {
             "q_full": q_buffers,
@@ -166,17 +172,17 @@ class ForwardConfig:
             "kv_full": self.kv_stages,
             "kv_empty": self.kv_stages,
             "s_full": 2,
-            "p_early": 2,
+            "p_early": 2 * self.early,
             "p_late": 2,
-            "o_full": 2,
-            "o_done": 1,
-            "o_free": 2,
-            "stats_full": 2,
-            "stats_free": 2,
+            "o_full": self.q_tiles,
+            "o_done": int(self.q_tiles == 1),
+            "o_free": self.q_tiles,
+            "stats_full": self.q_tiles,
+            "stats_free": self.q_tiles,
             "work_full": WORK_SLOTS,
             "work_free": WORK_SLOTS,
-            "launch_answer": 1,
-            "launch_read": 1,
+            "launch_answer": int(self.dynamic),
+            "launch_read": int(self.dynamic),
         }
 
     def shared_parts(self) -> dict[str, int]:
@@ -252,7 +258,7 @@ def choose(arch: str, **features: Any) -> ForwardConfig:
     if "softmax" not in features and config.dtype == "bf16" and config.q_tiles == 2:
         config = replace(config, softmax="held", early_keys=BLOCK)
     if "registers" not in features and config.q_tiles == 2:
-        config = replace(config, registers=(184, 96, 48) if crowded else (192, 80, 48))
+        config = replace(config, registers=(184, 88, 56) if crowded else (192, 80, 48))
     if "q_stages" not in features:
         config = _grown(config, "q_stages", 2, keep=4 * BLOCK * 128 * 2 // config.kv_bytes)
     if "kv_stages" not in features:

@@ -114,11 +114,11 @@ class Products(Fixture):
             self.p_ring.wait_full(order=order)
             self.p_ring.advance()
         else:
-            self.p_early[t].wait(order=order)
+            (self.p_early if c.early else self.p_late)[t].wait(order=order)
         prims.tcgen05_fence("after_thread_sync")
         v = self.v.at(sh.kv + v_stage * c.kv_bytes)
         for step in cutlass.range_constexpr(BLOCK // STEP):
-            if cutlass.const_expr(c.q_tiles == 2 and step * STEP == c.early_keys):
+            if cutlass.const_expr(c.early and step * STEP == c.early_keys):
                 # Lest the assembler move the steps so far below the wait, which is relaxed.
                 prims.tcgen05_fence("before_thread_sync")
                 self.p_late[t].wait(order=order)

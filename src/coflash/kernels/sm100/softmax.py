@@ -99,11 +99,11 @@ class Rows(Fixture):
 
     def announce(self, done: int) -> None:
         """Tell the MMA thread that P of the first `done` keys is there."""
-        early = self.config.early_keys
-        if done in (early, BLOCK):
+        early = self.config.early and done == self.config.early_keys
+        if early or done == BLOCK:
             op.tmem_stored()
             prims.tcgen05_fence("before_thread_sync")
-            self.forward.arrive_at_leader(self.p_early if done == early else self.p_late)
+            self.forward.arrive_at_leader(self.p_early if early else self.p_late)
 
     def read(self, low: Int32, high: Int32, masked: bool) -> tuple[list, Float32]:
         """The row's scores, and the largest. The maximum of a chunk is taken while the next one is on its way."""
