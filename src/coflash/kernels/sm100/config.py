@@ -182,7 +182,7 @@ class ForwardConfig:
             "work_full": WORK_SLOTS,
             "work_free": WORK_SLOTS,
             "launch_answer": int(self.dynamic),
-            "launch_read": int(self.dynamic),
+            "launch_read": int(self.dynamic and self.ctas == 2),
         }
 
     def shared_parts(self) -> dict[str, int]:

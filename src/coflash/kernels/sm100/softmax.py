@@ -165,24 +165,32 @@ class HeldRows(Rows):
     where a block's sum is more than twice all before it: there a probability may dominate its row, and would not be
     a power of two, whose rounding cancels in the quotient; and not where the sum is out of bounds, for then one may
     have overflowed, or have met the end of the polynomial's range. S is still in place, and the block is done again,
-    online, before P of it was written.
+    online, before P of it was written. After such a block the next ones are done online at once, until one would have
+    passed: rows of few large scores cost one attempt, not one a block.
     """
 
     def __init__(self, forward, call, sh, tile: Int32, lanes: Int32) -> None:
         super().__init__(forward, call, sh, tile, lanes)
         self.bound = cute.make_rmem_tensor((1,), Float32)  # what the next block's sum may be
+        self.calm = cute.make_rmem_tensor((1,), Int32)  # whether to try the next block without a maximum
+
+    def start(self) -> None:
+        super().start()
+        self.calm[0] = Int32(1)
 
     @cute.jit
     def block(self, low, high, whole):
         self.wait_for_scores()
         prims.tcgen05_fence("after_thread_sync")
         again = Int32(1)
-        if whole:
+        if whole & (self.calm[0] == 1):
             if self.fresh[0] == 1:
                 self.hold()
             again = self.held()
         if again == 1:
             self.online(low, high, True)
+            if whole == cutlass.Boolean(False):
+                self.calm[0] = Int32(1)  # a block in part says nothing of whole ones
         self.fresh[0] = Int32(0)
 
     def hold(self) -> None:
@@ -220,9 +228,14 @@ class HeldRows(Rows):
         for i, chunk in enumerate(words):
             chunks.store(self.p + i * (CHUNK // 2), chunk)
         self.announce(BLOCK)
-        self.add(block)
+        self.count(block)
 
     def add(self, block: Float32) -> None:
+        fits = block <= cute.arch.fmin(self.state[1] * HEAVY, Float32(SUM_MOST))
+        self.calm[0] = Int32(prims.vote_sync(EVERY_LANE, fits, "all"))
+        self.count(block)
+
+    def count(self, block: Float32) -> None:
         super().add(block)
         self.bound[0] = cute.arch.fmin(self.state[1] * HEAVY, Float32(SUM_MOST))
 
