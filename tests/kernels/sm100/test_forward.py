@@ -64,6 +64,11 @@ def test_adversarial_scores(inputs: str) -> None:
     verify(Case((128,), (500,), inputs=inputs, options=D128), blocks=2)
 
 
+def test_few_large_scores() -> None:
+    """A held reference is tried, given up, and tried again."""
+    verify(Case((256,), (1300,), scale=4 * 128**-0.5, options=D128), blocks=2)
+
+
 @pytest.mark.parametrize("polynomial, dtype", [(16, "bf16"), (16, "fp16"), (0, "bf16")])
 def test_either_unit_alone_is_exact_enough(polynomial: int, dtype: str) -> None:
     verify(Case((128,), (256,), options={"dtype": dtype}), polynomial=polynomial)
