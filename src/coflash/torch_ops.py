@@ -8,7 +8,8 @@ functorch's transforms in wrappers of its own kind (`coflash.transforms`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +33,6 @@ def attend(call: Call, operands: Operands) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of plain tensors in eager mode."""
     if not call.problem.needs_grad:
         return run(call, operands)
-
     prepared = _Prepared(lambda *_: run(call, operands), call, operands[5:])
     return _apply_attention(prepared, *operands[:5], *operands.captured)
 
@@ -46,9 +46,7 @@ def shortcut(call: Call, operands: Operands) -> Callable[[Tensor, Tensor, Tensor
     if not call.problem.needs_grad:
         return start if return_lse else lambda q, k, v: start(q, k, v)[0]
     prepared = _Prepared(start, call, operands[5:])
-    if return_lse:
-        return lambda q, k, v: _apply_attention(prepared, q, k, v)
-    return lambda q, k, v: _apply_attention(prepared, q, k, v)[0]
+    return partial(_apply_attention if return_lse else _apply_output, prepared)
 
 
 class _Prepared(NamedTuple):
@@ -77,21 +75,53 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Gradients:
-        q, k, v, sink, alibi_slopes, out, lse = ctx.saved_tensors
-        _, call, rest = ctx.prepared
-        operands = Operands(q, k, v, sink, alibi_slopes, *rest)
-        with without_autocast(q.device):
-            dout, delta = row_delta(out, dout, dlse)
-            dsink = sink_gradient(sink, lse, delta)
-            arguments = (q, k, v, dout, lse, delta, alibi_slopes, *operands.captured)
-            dq, dk, dv, *dparameters = _Backward.apply(call, rest, *arguments)
-        if alibi_slopes is None:
-            dparameters.insert(0, None)
-        return None, dq, dk, dv, dsink, *dparameters
+        *inputs, out, lse = ctx.saved_tensors
+        return _gradients(ctx.prepared, inputs, out, lse, dout, dlse)
+
+
+class _Output(torch.autograd.Function):
+    """`_Attention` of q, k, v alone where nobody gets the log-sum-exp: every result costs host time."""
+
+    @staticmethod
+    def forward(ctx: Any, prepared: _Prepared, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, lse = prepared.start(q, k, v)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.prepared = prepared
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> Gradients:
+        q, k, v, out, lse = ctx.saved_tensors
+        if torch.is_grad_enabled():  # the gradients' own gradients come through the log-sum-exp, too
+            out, lse = _apply_attention(ctx.prepared, q, k, v)
+        return _gradients(ctx.prepared, (q, k, v, None, None), out, lse, dout, None)
+
+
+def _gradients(
+    prepared: _Prepared,
+    inputs: Sequence[Tensor | None],
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+) -> Gradients:
+    """Of everything that an autograd function takes; `inputs` are q, k, v, sink and slopes."""
+    _, call, rest = prepared
+    q, k, v, sink, alibi_slopes = inputs
+    assert q is not None
+    with without_autocast(q.device):
+        dout, delta = row_delta(out, dout, dlse)
+        dsink = sink_gradient(sink, lse, delta)
+        arguments = (q, k, v, dout, lse, delta, alibi_slopes, *rest[0])  # and what score_mod captures
+        dq, dk, dv, *dparameters = _Backward.apply(call, rest, *arguments)
+    if alibi_slopes is None:
+        dparameters.insert(0, None)
+    return None, dq, dk, dv, dsink, *dparameters
 
 
 # `Function.apply` asks in Python whether a functorch transform is active; `needs_tracing` has asked before.
 _apply_attention = super(torch.autograd.Function, _Attention).apply
+_apply_output = super(torch.autograd.Function, _Output).apply
 
 
 class _Backward(torch.autograd.Function):
