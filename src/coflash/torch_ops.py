@@ -42,11 +42,10 @@ def shortcut(call: Call, operands: Operands) -> Callable[[Tensor, Tensor, Tensor
     start = shortest(call, operands)
     if start is None:
         return None
-    return_lse = call.options.return_lse
     if not call.problem.needs_grad:
-        return start if return_lse else lambda q, k, v: start(q, k, v)[0]
-    prepared = _Prepared(start, call, operands[5:])
-    return partial(_apply_attention if return_lse else _apply_output, prepared)
+        return start
+    apply = _apply_attention if call.options.return_lse else _apply_output
+    return partial(apply, _Prepared(start, call, operands[5:]))
 
 
 class _Prepared(NamedTuple):
