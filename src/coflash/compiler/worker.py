@@ -26,7 +26,14 @@ import types
 from typing import Any
 
 #: Modules that the DSL imports and a kernel seldom touches: a fifth of its import.
-SELDOM = {"numpy", "cutlass.pipeline", "cutlass.utils.gemm", "cutlass.cute.experimental", "cutlass.jax"}
+SELDOM = {
+    "numpy",
+    "ml_dtypes",  # imports NumPy
+    "cutlass.pipeline",
+    "cutlass.utils.gemm",
+    "cutlass.cute.experimental",
+    "cutlass.jax",
+}
 
 
 class Lazily:
