@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,18 +74,21 @@ class Code:
     def conditional(self, at: int) -> bool:
         return bool(re.match(r"@|BRA\.U ", self.instructions[at]))
 
-    def loops(self) -> list[Loop]:
-        """Innermost loops that end in a conditional branch back. The other backward branches return from the code
-        behind the kernel's end that repeats a failed wait."""
-        spans = [
-            (first, at)
+    def loops(self, wanted: Callable[[Loop], bool] = lambda loop: True) -> list[Loop]:
+        """The innermost of the loops that are wanted. A loop ends in a conditional branch back; the other backward
+        branches return from the code behind the kernel's end that repeats a failed wait."""
+        found = [
+            loop
             for at in range(len(self.instructions))
             if (first := self.target(at)) is not None and first <= at and self.conditional(at)
+            if wanted(loop := Loop(self, first, at))
         ]
         return [
-            Loop(self, *span)
-            for span in spans
-            if not any(other != span and span[0] <= other[0] and other[1] <= span[1] for other in spans)
+            loop
+            for loop in found
+            if not any(
+                other != loop and loop.first <= other.first and other.last <= loop.last for other in found
+            )
         ]
 
 

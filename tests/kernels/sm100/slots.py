@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tests.kernels.machine_code import Code, Loop, columns, kinds, opcode
+from tests.kernels.machine_code import Code, columns, kinds, opcode
 
 from coflash.compiler import resources
 
@@ -56,21 +56,26 @@ def roles(code: Code) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]
     The second is empty where masked blocks are done in no loop; a correction loop votes and has no exponentials."""
     whole: list[tuple[str, ...]] = []
     masked: list[tuple[str, ...]] = []
-    correction: list[tuple[str, ...]] = []
-    for loop in code.loops():
-        if columns(loop.body, "LDTM") == 0:
-            continue
+    for loop in code.loops(lambda loop: _exponentials(loop.body) and columns(loop.body, "STTM") > 0):
         for usual in loop.passes():
-            count = kinds(usual)
-            if count["exponentials"] >= EXPONENTIALS and columns(usual, "STTM"):
-                (masked if count["masks"] >= EXPONENTIALS else whole).append(usual)
-            elif any(opcode(i).startswith("VOTE.") for i in usual) and _rescales(loop):
-                correction.append(usual)
+            if _exponentials(usual) and columns(usual, "STTM"):
+                (masked if kinds(usual)["masks"] >= EXPONENTIALS else whole).append(usual)
+    correction = [
+        usual
+        for loop in code.loops(lambda loop: _votes(loop.body) and columns(loop.body, "STTM") > 0)
+        if not kinds(loop.body)["exponentials"]
+        for usual in loop.passes()
+        if _votes(usual)
+    ]
     return min(whole, key=len), min(masked, key=len, default=()), min(correction, key=len, default=None)
 
 
-def _rescales(loop: Loop) -> bool:
-    return columns(loop.body, "STTM") > 0 and not kinds(loop.body)["exponentials"]
+def _exponentials(instructions: tuple[str, ...]) -> bool:
+    return kinds(instructions)["exponentials"] >= EXPONENTIALS
+
+
+def _votes(instructions: tuple[str, ...]) -> bool:
+    return any(opcode(i).startswith("VOTE.") for i in instructions)
 
 
 def announcements(softmax: tuple[str, ...]) -> list[tuple[int, int]]:

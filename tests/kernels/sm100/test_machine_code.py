@@ -73,7 +73,7 @@ def test_pairs_wait_for_no_memory_in_the_loops(problem: str) -> None:
     cubin, _ = machine_code(**PROBLEMS[problem])
     code = Code.read(cubin)
     softmax, masked, _ = roles(code)
-    issuing = [loop.body for loop in code.loops() if any(opcode(i) == "UTCHMMA.2CTA" for i in loop.body)]
+    issuing = [loop.body for loop in code.loops(lambda loop: "UTCHMMA.2CTA" in map(opcode, loop.body))]
     assert len(issuing) == 1
     for instructions in (softmax, masked, *issuing):
         assert not {"MEMBAR", "ERRBAR", "CCTL"} & {opcode(i).split(".")[0] for i in instructions}
