@@ -29,7 +29,11 @@ class Registers(Fixture):
     def __init__(self, kind: type[Numeric], count: int) -> None:
         tensor = cute.make_rmem_tensor((count,), kind)
         self._kind = kind
-        self._places = [(tensor.iterator + i).llvm_ptr for i in range(count)]
+        first = tensor.iterator.llvm_ptr
+        flags = llvm.GEPNoWrapFlags.none
+        self._places = [first] + [
+            llvm.getelementptr(first.type, first, [], [i], kind.mlir_type, flags) for i in range(1, count)
+        ]
 
     def __getitem__(self, i: int) -> Any:
         return self._kind(llvm.load(self._kind.mlir_type, self._places[i]))
