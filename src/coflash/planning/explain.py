@@ -82,6 +82,7 @@ def _blackwell(c: Any) -> list[tuple[str, str]]:
     softmax, epilogue, other = c.registers
     packed = f", {c.pack_heads} heads a tile" if c.pack_heads > 1 else ""
     pair = ", by a pair of CTAs" if c.ctas == 2 else ""
+    how = "reference held, guarded by the sum" if c.softmax == "held" else "running maximum"
     by = "cluster launch control" if c.dynamic else "every cluster strides the tiles"
     return [
         ("tile", f"{c.q_tiles} x 128 rows x 128 keys{pair}{packed}"),
@@ -89,7 +90,7 @@ def _blackwell(c: Any) -> list[tuple[str, str]]:
         ("registers", f"{softmax} a softmax thread, {epilogue} an epilogue one, {other} others"),
         ("shared", f"{c.shared_bytes} bytes = {c.shared_sum()}"),
         ("tensor", f"{c.tensor_columns} columns = {c.tensor_sum()}"),
-        ("softmax", f"{c.polynomial} of 16 exponentials by polynomial"),
+        ("softmax", f"{how}, {c.polynomial} of 16 exponentials by polynomial"),
         ("scheduler", by),
     ]
 
