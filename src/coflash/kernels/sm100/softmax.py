@@ -173,10 +173,12 @@ class HeldRows(Rows):
         super().__init__(forward, call, sh, tile, lanes)
         self.bound = cute.make_rmem_tensor((1,), Float32)  # what the next block's sum may be
         self.calm = cute.make_rmem_tensor((1,), Int32)  # whether to try the next block without a maximum
+        self.look = cute.make_rmem_tensor((1,), Int32)  # whether to look at its maximum first all the same
 
     def start(self) -> None:
         super().start()
         self.calm[0] = Int32(1)
+        self.look[0] = Int32(1)
 
     @cute.jit
     def block(self, low, high, whole):
@@ -184,21 +186,27 @@ class HeldRows(Rows):
         prims.tcgen05_fence("after_thread_sync")
         again = Int32(1)
         if whole & (self.calm[0] == 1):
-            if self.fresh[0] == 1:
+            if self.look[0] == 1:
                 self.hold()
             again = self.held()
+        self.look[0] = Int32(0)
         if again == 1:
             self.online(low, high, True)
             if whole == cutlass.Boolean(False):
-                self.calm[0] = Int32(1)  # a block in part says nothing of whole ones
+                # A block in part says nothing of whole ones: some rows may have seen few of its keys.
+                self.calm[0] = Int32(1)
+                self.look[0] = Int32(1)
         self.fresh[0] = Int32(0)
 
-    def hold(self) -> None:
-        """Take the block's maximum as the reference: nothing came before it."""
+    @cute.jit
+    def hold(self):
+        """Have a reference that is good for this block: nothing came before it, or too little to tell."""
         tops = [Float32(-INFINITY), Float32(-INFINITY)]
         for first in range(0, BLOCK, CHUNK):
             _, tops = chunks.settle(chunks.load(self.s + first, CHUNK), tops, cap=self.cap)
-        self.state[0] = cute.arch.fmax(Float32(tops[0]), Float32(tops[1])) * self.scale
+        top = cute.arch.fmax(Float32(tops[0]), Float32(tops[1])) * self.scale
+        if prims.vote_sync(EVERY_LANE, top - self.state[0] > TOLERANCE, "any"):
+            self.raise_reference(top)
         self.bound[0] = Float32(SUM_MOST)
 
     @cute.jit
