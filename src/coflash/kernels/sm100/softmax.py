@@ -131,9 +131,10 @@ class Rows(Fixture):
         factors = op.twice(factor)
         if self.fresh[0] == 0:
             self.wait_for_o()
-            for first in cutlass.range_constexpr(0, self.o_width, RESCALED):
-                chunk, _ = chunks.settle(chunks.load(self.o + first, RESCALED))
-                chunks.store(self.o + first, chunks.scaled(chunk, factors))
+            for i in cutlass.range(self.o_width // RESCALED, unroll=1):  # seldom: not worth the compiler's time
+                columns = self.o + i * RESCALED
+                chunk, _ = chunks.settle(chunks.load(columns, RESCALED))
+                chunks.store(columns, chunks.scaled(chunk, factors))
             # The products that read O wait for P, which this warp stores and announces later.
 
     def write(self, scores: list, minus: Float32, masked: bool) -> None:
