@@ -258,7 +258,7 @@ def choose(arch: str, **features: Any) -> ForwardConfig:
     if "softmax" not in features and config.dtype == "bf16" and config.q_tiles == 2:
         config = replace(config, softmax="held", early_keys=BLOCK)
     if "registers" not in features and config.q_tiles == 2:
-        config = replace(config, registers=(192, 80, 48) if config.polynomial > 2 else (184, 80, 64))
+        config = replace(config, registers=(192, 80, 48) if config.polynomial > 2 else (184, 88, 56))
     if "q_stages" not in features:
         config = _grown(config, "q_stages", 2, keep=4 * BLOCK * 128 * 2 // config.kv_bytes)
     if "kv_stages" not in features:

@@ -131,11 +131,19 @@ class Rows(Fixture):
         factors = op.twice(factor)
         if self.fresh[0] == 0:
             self.wait_for_o()
-            for i in cutlass.range(self.o_width // RESCALED, unroll=1):  # seldom: not worth the compiler's time
-                columns = self.o + i * RESCALED
-                chunk, _ = chunks.settle(chunks.load(columns, RESCALED))
-                chunks.store(columns, chunks.scaled(chunk, factors))
+            if cutlass.const_expr(self.config.softmax == "held"):
+                # In two places of the kernel: a loop, for the compiler's time.
+                for i in cutlass.range(self.o_width // RESCALED, unroll=1):
+                    self.lower(self.o + i * RESCALED, factors)
+            else:
+                for first in cutlass.range_constexpr(0, self.o_width, RESCALED):
+                    self.lower(self.o + first, factors)
             # The products that read O wait for P, which this warp stores and announces later.
+
+    def lower(self, columns: Int32, factors: Int64) -> None:
+        """RESCALED columns of O."""
+        chunk, _ = chunks.settle(chunks.load(columns, RESCALED))
+        chunks.store(columns, chunks.scaled(chunk, factors))
 
     def write(self, scores: list, minus: Float32, masked: bool) -> None:
         """Probabilities to tensor memory over S, the first part announced early, and their sum."""
