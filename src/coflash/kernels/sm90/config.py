@@ -103,8 +103,8 @@ class ForwardConfig:
 
     @property
     def exact_n(self) -> int:
-        """Keys that the exact way takes at a time."""
-        return 32 if self.tile_n % 32 == 0 else 16
+        """Keys that the exact way takes at a time: as few as a product can, for the sake of its code's size."""
+        return 16
 
     @property
     def positions(self) -> int:
