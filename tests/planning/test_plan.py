@@ -186,7 +186,7 @@ def test_plans_are_hashable_and_equal():
 def test_every_row_of_the_table_is_used():
     used = set()
     for dim in range(8, 257, 8):
-        for dim_v in {dim, 128 if dim == 192 else dim}:
+        for dim_v in {dim, 128 if dim == 192 else dim, 256}:
             for masked, keys in itertools.product((False, True), (1024, 16384)):
                 problem = replace(BASE, head_dim=dim, head_dim_v=dim_v, causal=masked, seqlen_k=keys)
                 used.add(id(choices._first(choices.SM90_FORWARD, problem, masked)))

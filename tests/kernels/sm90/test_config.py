@@ -19,7 +19,7 @@ def test_shared_memory_is_summed() -> None:
 
 
 def test_registers_are_summed() -> None:
-    with pytest.raises(ValueError, match=r"registers: S 128 \+ O 64 \+ P 64 \+ 20 of 232"):
+    with pytest.raises(ValueError, match=r"registers: S 128 \+ O 64 \+ P 64 \+ Q 0 \+ 20 of 232"):
         config(tile_n=256, k_stages=1, v_stages=1)
 
 
@@ -46,6 +46,10 @@ def test_held_maximum_needs_bfloat16() -> None:
         ({"warpgroups": 5}, "warpgroups 5"),
         ({"pack_heads": 65}, "pack_heads 65"),
         ({"softmax": "lazy"}, "softmax 'lazy'"),
+        ({"q_registers": 8}, "q_registers 8: fewer than the 8 steps"),
+        ({"q_registers": 2, "head_dim": 72}, "none unless it is a multiple of 64"),
+        ({"v_ahead": 8}, "v_ahead 8: fewer than the 8 steps"),
+        ({"v_ahead": 1, "softmax": "online"}, "0 without a held maximum"),
     ],
 )
 def test_refusals_name_the_field(fields: dict, said: str) -> None:

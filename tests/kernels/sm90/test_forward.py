@@ -44,6 +44,9 @@ CASES = {
     "packed heads that do not divide 64, d72, v40": Case(
         (20,), (90,), 10, 2, options={**SMALL, "pack_heads": 5, "head_dim": 72, "head_dim_v": 40}
     ),
+    "products with V between exponentials, some of Q in registers": cases.replace(
+        CAUSAL, options={**SMALL, "v_ahead": 1, "q_registers": 2, "k_stages": 3}
+    ),
     "float16": Case((70,), (150,), 2, 1, window_right=0, options={**SMALL, "dtype": "fp16"}),
 }
 

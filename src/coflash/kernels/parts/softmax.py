@@ -29,6 +29,8 @@ class RowState(Fixture):
         self.dtype = dtype
         self.rounded_sum = rounded_sum
         self.reference = Registers(Float32, 2)
+        # What exponents add: minus the reference, 0 where that is -inf.
+        self.minus = Registers(Float32, 2)
         self.sum = Registers(Float32, 2)
         self.rounding = Registers(Float32, 2)  # what rounding P added to it, where that matters
 
@@ -43,7 +45,9 @@ class RowState(Fixture):
     def hold(self, scores: cute.Tensor) -> None:
         """Take the block's row maxima as the reference; a row that sees nothing here takes 0."""
         for half, top in enumerate(row_maxima(scores)):
-            self.reference[half] = ptx.choose(top == -INFINITY, Float32(0.0), top * self.scale)
+            reference = ptx.choose(top == -INFINITY, Float32(0.0), top * self.scale)
+            self.reference[half] = reference
+            self.minus[half] = ptx.kept(-reference)
 
     def raise_to(self, scores: cute.Tensor, out: cute.Tensor) -> None:
         """Online: move the reference to the running maximum and bring sum and output down to it."""
@@ -62,6 +66,7 @@ class RowState(Fixture):
             finite = ptx.choose(after == -INFINITY, Float32(0.0), after)
             factors.append(ptx.exp2(before - finite))
             self.reference[half] = after
+            self.minus[half] = -finite
         return factors, moved
 
     def lower(self, factors: list[Float32]) -> None:
@@ -77,16 +82,14 @@ class RowState(Fixture):
 
     # ---- every block ----
 
-    def exponentials(self, scores: cute.Tensor, held: bool = False) -> None:
-        """Scores to probabilities, in place; a held reference is never -inf."""
-        minus = [
-            -self.reference[half]
-            if held
-            else -ptx.choose(self.reference[half] == -INFINITY, Float32(0.0), self.reference[half])
-            for half in range(2)
-        ]
+    def exponentials(self, scores: cute.Tensor, part: int = 0, parts: int = 1) -> None:
+        """Scores to probabilities, in place, or one of several parts of them."""
+        minus = [self.minus[half] for half in range(2)]
+        size = cute.size(scores) // parts
+        if parts > 1:
+            scores = cute.make_tensor(scores.iterator + part * size, cute.make_layout(size))
         scores_now = vectors.load(scores)
-        shifted = scores_now * self.scale + vectors.by_row(minus, scores_now.size)
+        shifted = scores_now * self.scale + vectors.by_row(minus, size)
         vectors.store(scores, vectors.exp2(shifted))
 
     def add(self, scores: cute.Tensor, block: list[Float32]) -> None:
@@ -162,9 +165,12 @@ def scale_rows(out: cute.Tensor, factors: list[Float32]) -> None:
     vectors.store(out, vectors.join([row * factor for row, factor in zip(halves, factors, strict=True)]))
 
 
-def finite(out: cute.Tensor) -> list[Boolean]:
-    """Whether a thread's rows of an accumulator have no infinity and no NaN: 0 times any of them is not 0."""
-    return [vectors.total(row * Float32(0.0)) == 0.0 for row in vectors.rows(vectors.load(out))]
+def finite(words: list[Int32]) -> Boolean:
+    """Whether packed bfloat16 hold no infinity and no NaN: 0 times any of them is not 0."""
+    probes = [Int32(0), Int32(0)]
+    for n, word in enumerate(words):
+        probes[n % 2] = ptx.times_zero_plus(word, probes[n % 2])
+    return ((probes[0] | probes[1]) & Int32(0x7FFF7FFF)) == 0
 
 
 def row_maxima(scores: cute.Tensor) -> list[Float32]:

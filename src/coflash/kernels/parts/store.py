@@ -5,10 +5,9 @@ the quad, four chunks at a time, leaves each lane with one whole chunk: 16 conti
 no barrier, and every row is predicated on its own, so short tiles, packed sequences and shared rows need no other way.
 """
 
-import cutlass
-from cutlass import Boolean, Int32, cute
+from cutlass import Boolean, Int32, Int64
 
-from coflash.kernels.parts import ptx, vectors
+from coflash.kernels.parts import ptx
 from coflash.kernels.parts.control import when
 
 
@@ -26,23 +25,18 @@ def transpose_quad(words: list[Int32], lane: Int32) -> list[Int32]:
 
 
 def store_rows(
-    out: cute.Tensor,
-    rows: list[cute.Pointer],
-    valid: list[Boolean],
-    columns: int,
-    dtype: type[cutlass.Numeric],
-    lane: Int32,
+    words: list[Int32], rows: list[Int64], valid: list[Boolean], columns: int, lane: Int32
 ) -> None:
-    """Write a thread's two accumulator rows, rounded to `dtype`; `columns` of the tile exist."""
+    """Write a thread's two rows to `rows`, their addresses; `columns` of the tile exist.
+
+    `words`: the accumulator rounded to 16 bits, two columns a word; of each chunk one for each row."""
     quad = lane % 4
-    packed = vectors.pack(vectors.load(out), dtype)  # two words of each chunk, one for each row
     for half in range(2):
-        for group in range(0, len(packed) // 2, 4):
-            words = [packed[2 * chunk + half] for chunk in range(group, group + 4)]
-            words = transpose_quad(words, lane)
+        for group in range(0, len(words) // 2, 4):
+            mine = transpose_quad([words[2 * chunk + half] for chunk in range(group, group + 4)], lane)
             column = 8 * (group + quad)
             there = valid[half]
             if 8 * (group + 4) > columns:
                 there = there & (column < columns)
             with when(there):
-                ptx.store_16_bytes(rows[half] + column, words)
+                ptx.store_16_bytes(rows[half] + Int64(2 * column), mine)

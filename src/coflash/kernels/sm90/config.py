@@ -52,6 +52,10 @@ class ForwardConfig:
     settle: str = "after"  # row sums are settled after P is packed, or "before" its product is waited for
     dynamic: bool = True  # tiles are handed out by a counter; else every block strides through them
     blocks_per_sm: int = 1
+    q_registers: int = 0  # steps of 16 columns of Q that stay in registers
+    v_ahead: int = (
+        0  # steps of 16 keys of O += P V issued before the exponentials, the rest among them; 0: all
+    )
 
     def __post_init__(self) -> None:
         if self.dtype not in NAMES:
@@ -67,6 +71,16 @@ class ForwardConfig:
             raise ValueError("a held maximum needs bf16's range for P: fp16 takes softmax='online'")
         if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
             raise ValueError(f"tile_n {self.tile_n}: multiples of 16 up to 256 (wgmma's N, and K of P V)")
+        if not 0 <= self.q_registers < self.tile_d // 16 or (self.q_registers and self.tile_d % 64):
+            raise ValueError(
+                f"q_registers {self.q_registers}: fewer than the {self.tile_d // 16} steps of head_dim"
+                f" {self.tile_d}, and none unless it is a multiple of 64 (rows of 128 bytes in shared memory)"
+            )
+        if not 0 <= self.v_ahead < self.tile_n // 16 or (self.v_ahead and self.softmax != "held"):
+            raise ValueError(
+                f"v_ahead {self.v_ahead}: fewer than the {self.tile_n // 16} steps of a block,"
+                " and 0 without a held maximum"
+            )
         if self.warpgroups not in REGISTER_SPLIT:
             raise ValueError(f"warpgroups {self.warpgroups}: one of {sorted(REGISTER_SPLIT)}")
         if not positions(self.pack_heads):
@@ -82,7 +96,7 @@ class ForwardConfig:
         if self.accumulator_registers > self.registers[1] - 20:
             raise ValueError(
                 f"registers: S {self.tile_n // 2} + O {self.tile_d_v // 2}"
-                f" + P {self.tile_n // 4} + 20 of {self.registers[1]}"
+                f" + P {self.tile_n // 4} + Q {4 * self.q_registers} + 20 of {self.registers[1]}"
             )
 
     # ---- what follows from the choices ----
@@ -129,8 +143,8 @@ class ForwardConfig:
 
     @property
     def accumulator_registers(self) -> int:
-        """Of a computing thread: scores, output, and the P of the block before."""
-        return self.tile_n // 2 + self.tile_d_v // 2 + self.tile_n // 4
+        """Of a computing thread: scores, output, the P of the block before, and what is kept of Q."""
+        return self.tile_n // 2 + self.tile_d_v // 2 + self.tile_n // 4 + 4 * self.q_registers
 
     @property
     def shared_bytes(self) -> int:

@@ -1,5 +1,6 @@
 """Attention forward for Hopper (sm_90a)."""
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import cutlass
@@ -9,7 +10,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.tensor_utils import LayoutEnum
 
-from coflash.kernels.parts import ptx, ring, softmax, tiles
+from coflash.kernels.parts import ptx, ring, softmax, tiles, vectors
 from coflash.kernels.parts.control import Branch, when
 from coflash.kernels.parts.fixture import Fixture, Registers, View
 from coflash.kernels.parts.ring import Ring
@@ -59,7 +60,8 @@ class Forward:
         find tile, publish it  --work slot-->  S = Q K^T      64 x tile_n   float32, registers
         copy Q                 --Q ring----->  P = exp2(S * scale - reference), rounded to 16 bits
         copy K, one ahead of V --K ring----->  O += P V       64 x d_v      float32, registers
-        copy V                 --V ring----->  O / row sums, to global memory straight from registers
+        copy V                 --V ring----->  O / row sums, to global memory straight from registers,
+                                               beside the next tile's first product
 
     Keys go from the last block to the first: the cut blocks of a causal tile come first.
 
@@ -303,6 +305,8 @@ class Forward:
         info = Registers(Int32, 8)  # the tile in hand, in the words of a work slot
         short_v_phase = Registers(Int32, 1)
         short_v_phase[0] = Int32(0)
+        drawn = Registers(Int32, 1)  # lane 0: what the counter gave for the next tile
+        drawn[0] = Int32(0)
         verdicts = WORK_SLOTS if cutlass.const_expr(c.softmax == "held") else 1
         tile = block  # the first tile is the block's own, the rest come from the counter
         settled = Int32(0)  # slots in a row that came back with nothing left to do
@@ -320,9 +324,7 @@ class Forward:
                 settled = Int32(0)
             else:
                 kind, tiles_in_all = self.find_tile(tile, blocks, tile_heads, operands, info, lane)
-                if kind == TILE:
-                    tile = self.next_tile(tile, blocks, operands, lane)
-                else:
+                if kind != TILE:
                     if cutlass.const_expr(c.dynamic):
                         # As many tiles are asked for as there are: the block told the last number cleans up.
                         if tile - blocks == tiles_in_all - 1:
@@ -352,7 +354,13 @@ class Forward:
                     operands,
                     lane,
                     short_v_phase,
+                    drawn,
+                    kind == TILE,
                 )
+                if kind == TILE:
+                    tile = tile + blocks
+                    if cutlass.const_expr(c.dynamic):
+                        tile = blocks + cute.arch.shuffle_sync(drawn[0], 0)
 
     def find_tile(self, tile, blocks, heads, operands, info, lane):
         """Where tile number `tile` lies, into `info`.  The answer is TILE, or NOTHING behind the last one and
@@ -441,19 +449,28 @@ class Forward:
         if c.seqused_k:
             info[SEQLEN_K] = operands.seqused_k[b]
 
-    @cute.jit
-    def next_tile(self, tile, blocks, operands, lane):
-        """The block's next tile: from the counter, which hands out what lies behind the blocks' first tiles."""
-        following = tile + blocks
-        if cutlass.const_expr(self.config.dynamic):
-            taken = Int32(0)
-            if lane == 0:
-                taken = cute.arch.atomic_add(operands.tile_counter.iterator, Int32(1))
-            following = blocks + cute.arch.shuffle_sync(taken, 0)
-        return following
+    def draw(self, drawn, fresh: Boolean, operands, lane) -> None:
+        """Ask for the block's next tile: from the counter, which hands out what lies behind the blocks' first tiles.
+        As late as the answer can be awaited, for a tile promised early to one block is missed by another at the end."""
+        if self.config.dynamic:
+            with when(fresh & (lane == 0)):
+                drawn[0] = cute.arch.atomic_add(operands.tile_counter.iterator, Int32(1))
 
     def load_tile(
-        self, words, q_ring, k_ring, v_ring, atoms, tensors, shared, storage, operands, lane, short_v_phase
+        self,
+        words,
+        q_ring,
+        k_ring,
+        v_ring,
+        atoms,
+        tensors,
+        shared,
+        storage,
+        operands,
+        lane,
+        short_v_phase,
+        drawn,
+        fresh,
     ) -> None:
         """Q, then K one block ahead of V, from the last block to the first."""
         c = self.config
@@ -503,7 +520,8 @@ class Forward:
         def load_v(j: Int32) -> None:
             self.load_block(atoms[2], v_from, v_to, v_ring, j, 2 * c.tile_n * c.tile_d_v)
 
-        with when(high > low):
+        some = Branch(high > low)
+        with some.then():
             j = high - 1
             load_q(0)
             load_k(j)
@@ -523,6 +541,11 @@ class Forward:
                     load_v(j)
                 j = j - 1
             self.load_blocks(j, low, load_k, load_v)
+            self.draw(drawn, fresh, operands, lane)
+            with when(j >= low):
+                load_v(low)
+        with some.otherwise():
+            self.draw(drawn, fresh, operands, lane)
 
     @cute.jit
     def load_others(self, load_q: cutlass.Constexpr[Any]):
@@ -532,10 +555,9 @@ class Forward:
 
     @cute.jit
     def load_blocks(self, j, low, load_k: cutlass.Constexpr[Any], load_v: cutlass.Constexpr[Any]):
-        """Blocks j to low."""
-        for i in cutlass.range(j - low + 1, unroll=1):
-            with when(j - i > low):
-                load_k(j - i - 1)
+        """V of blocks j to low but the last, each after the next one's K."""
+        for i in cutlass.range(j - low, unroll=1):
+            load_k(j - i - 1)
             load_v(j - i)
 
     def load_block(self, atom, source, target, into: Ring, j: Int32, size: int) -> None:
@@ -579,6 +601,15 @@ class Forward:
         )
         return words, operand
 
+    def make_kept(self) -> tuple[cute.Tensor, cute.Tensor, Any]:
+        """Registers for the first columns of Q, as words and as the A operand of their product with K."""
+        c = self.config
+        words = cute.make_rmem_tensor((4 * c.q_registers,), Int32)
+        layout = cute.make_layout(((2, 2, 2), 1, c.q_registers), stride=((1, 2, 4), 0, 8))
+        operand = cute.make_tensor(cute.recast_ptr(words.iterator, dtype=self.dtype), layout)
+        shape, source = (ROWS, c.tile_n), warpgroup.OperandSource.RMEM
+        return words, operand, make_mma(self.dtype, shape, OperandMajorMode.K, source)
+
     def compute(self, storage, shared_q, shared_k, shared_v, operands):
         """Scores, softmax, output: each warpgroup works on its own 64 rows of the tile, at its own pace."""
         c = self.config
@@ -595,6 +626,7 @@ class Forward:
         v = b.make_fragment_B(b.partition_B(shared_v))
         out = b.make_fragment_C(b.partition_shape_C((ROWS, c.tile_d_v)))
         words, probabilities = self.make_probabilities(c.tile_n)
+        kept = self.make_kept() if c.q_registers else None
         q_ring = Ring(
             storage.q_full.data_ptr() + group * c.q_stages,
             storage.q_empty.data_ptr() + group * c.q_stages,
@@ -619,6 +651,8 @@ class Forward:
             (q, k, v),
             (out, words, probabilities),
             Narrow(self, thread, shared_k, shared_v, b) if c.softmax == "held" else None,
+            kept,
+            storage.q.data_ptr(),
             (q_ring, k_ring, v_ring),
             state,
             operands,
@@ -640,21 +674,48 @@ class Narrow(Fixture):
         self.words, self.probabilities = kernel.make_probabilities(c.exact_n)
 
 
+class After(Fixture):
+    """A tile that is computed but for its division and its store, for each of the thread's two rows."""
+
+    def __init__(self, columns: int) -> None:
+        self.factor = Registers(Float32, 2)
+        self.address = Registers(Int64, 2)
+        self.valid = Registers(Int32, 2)
+        self.failed = Registers(Int32, 2)  # a held maximum failed the row
+        self.words = Registers(Int32, columns // 4)
+        self.waits = Registers(Int32, 1)
+        self.waits[0] = Int32(0)
+
+
 class Warpgroup(Fixture):
     """The place of one compute warpgroup: its operands, registers and rings."""
 
     def __init__(
-        self, kernel, group, thread, lane, mmas, fragments, registers, narrow, rings, state, operands
+        self,
+        kernel,
+        group,
+        thread,
+        lane,
+        mmas,
+        fragments,
+        registers,
+        narrow,
+        kept,
+        shared_q,
+        rings,
+        state,
+        operands,
     ):
         self.kernel, self.config = kernel, kernel.config
         self.group, self.thread, self.lane = group, thread, lane
         self.scores_mma, self.out_mma, self.scores_slice = mmas
         self.q, self.k, self.v = fragments
         self.out, self.words, self.probabilities = registers
-        self.narrow = narrow
+        self.narrow, self.kept, self.shared_q = narrow, kept, shared_q
         self.q_ring, self.k_ring, self.v_ring = rings
         self.state = state
         self.operands = operands
+        self.after = After(self.config.tile_d_v)
 
     # ---- products ----
 
@@ -666,17 +727,42 @@ class Warpgroup(Fixture):
             self.scores_slice.partition_shape_C((ROWS, self.config.tile_n))
         )
         warpgroup.fence()
-        q = self.q[None, None, None, self.group * self.config.q_stages + self.q_ring.stage]
-        gemm(self.scores_mma, scores, q, self.k[None, None, None, self.k_ring.stage], fresh=True)
+        c = self.config
+        q = self.q[None, None, None, self.group * c.q_stages + self.q_ring.stage]
+        k = self.k[None, None, None, self.k_ring.stage]
+        gemm(self.scores_mma, scores, q, k, fresh=True, which=range(c.q_registers, c.tile_d // 16))
+        if c.q_registers:
+            _, kept_q, kept_mma = self.kept
+            gemm(kept_mma, scores, kept_q, k, fresh=False, which=range(c.q_registers))
         warpgroup.commit_group()
         return scores
 
-    def multiply_v(self) -> None:
-        """Issue O += P V on the next V stage."""
+    def keep_q(self) -> None:
+        """The first columns of Q to registers: the products need not read them from shared memory again."""
+        c = self.config
+        words, _, _ = self.kept
+        row = self.thread // 32 * 16 + self.lane % 16
+        stage = self.group * c.q_stages + self.q_ring.stage
+        plain = self.kernel.q_layout().outer
+        for i in range(c.q_registers):
+            at = 2 * cute.crd2idx((row, 16 * i + self.lane // 16 * 8, stage), plain)
+            at = at ^ (at >> 3 & 0x70)  # the swizzle of 128-byte rows
+            for n, word in enumerate(ptx.load_matrices(Int32(self.shared_q.toint()) + at)):
+                words[4 * i + n] = word
+
+    def multiply_v(self, steps: int = 0) -> None:
+        """Issue O += P V on the next V stage; of all keys, or of the first `steps` times 16."""
         self.v_ring.wait_full()
+        self.issue_v(range(steps or self.config.tile_n // 16))
+
+    def multiply_rest(self, steps: int) -> None:
+        """Issue what `multiply_v(steps)` left."""
+        self.issue_v(range(steps, self.config.tile_n // 16))
+
+    def issue_v(self, which: range) -> None:
         warpgroup.fence()
         v = self.v[None, None, None, self.v_ring.stage]
-        gemm(self.out_mma, self.out, self.probabilities, v, fresh=False)
+        gemm(self.out_mma, self.out, self.probabilities, v, fresh=False, which=which)
         warpgroup.commit_group()
 
     def release(self, of: Ring) -> None:
@@ -698,51 +784,51 @@ class Warpgroup(Fixture):
             kind = work[KIND, slot]
             if (kind == TILE) | (kind == EXACT):
                 info = work[None, slot]  # read where needed: registers are dear in between
-                bad = self.tile(info, kind == EXACT)
+                quick = self.tile(info, kind == EXACT)
                 if cutlass.const_expr(c.softmax == "held"):
-                    if cute.arch.vote_any_sync(bad):
+                    bad = (self.after.failed[0] | self.after.failed[1]) != 0
+                    if cute.arch.vote_any_sync(bad & quick):
                         failed[self.group * 4 + self.thread // 32, slot] = Int32(1)
             cute.arch.sync_warp()
-            if self.lane == 0:
-                cute.arch.mbarrier_arrive(slots.empty + slot)
-            slots.advance()
+            self.release(slots)
+        self.store()
 
     def tile(self, info, exact: Boolean) -> Boolean:
-        """One tile; the answer is True where a held maximum failed some row of this thread."""
+        """One tile; its output waits in registers, to be stored beside the next tile's first product.  The answer is
+        whether it was done the fast way."""
         low, high, own_low, own_high = self.span(info)
         sees = own_high > own_low
         self.out.fill(0.0)
         self.state.start()
         with when(high > low):
             self.q_ring.wait_full()
-            # Blocks that only later rows of the tile see; blocks of its own; blocks that only earlier rows see.
+            if self.kept:
+                self.keep_q()
+            # Blocks that only later rows of the tile see.
             self.pass_blocks(ptx.choose(sees, high - own_high, high - low))
-            own = Branch(sees)
-            with own.then():
-                self.blocks(info, own_low, own_high, exact)
-                self.pass_blocks(own_low - low)
-            with own.otherwise():
-                self.release(self.q_ring)
-        bad = self.finish(info)
-        return bad & sees & ~exact
-
-    def blocks(self, info, low, high, exact: Boolean) -> None:
-        """Blocks [low, high), one way or the other."""
         limits = self.limits(info)
-        if self.narrow is None:
-            self.fast(info, low, high, limits)
-            return
-        way = Branch(exact)
+        quick = sees & ~exact
+        way = Branch(quick)
         with way.then():
-            self.exactly(low, high, limits)
+            self.fast(info, own_low, own_high, limits)
         with way.otherwise():
-            self.fast(info, low, high, limits)
+            self.store()
+            if self.narrow is not None:
+                with when(sees):
+                    self.exactly(own_low, own_high, limits)
+            with when(high > low):
+                self.release(self.q_ring)
+            self.settle(info)
+        with when(sees):
+            self.pass_blocks(own_low - low)  # blocks that only earlier rows see
+        self.divide()
+        return quick
 
     def span(self, info) -> tuple[Int32, Int32, Int32, Int32]:
         """Key blocks [low, high) of the whole tile, and those of this warpgroup's rows."""
         c = self.config
-        rows = c.positions * c.warpgroups
         lengths = info[SEQLEN_Q], info[SEQLEN_K]
+        rows = c.positions * c.warpgroups
         low, high = self.kernel.key_blocks(info[M_BLOCK] * rows, rows, *lengths, self.operands)
         own = self.kernel.key_blocks(self.first(info), c.positions, *lengths, self.operands)
         return low, high, *own
@@ -820,6 +906,7 @@ class Warpgroup(Fixture):
 
         j = high - 1
         scores = self.multiply_k()
+        self.store()
         warpgroup.wait_group(0)
         self.release(self.k_ring)
         self.cap(scores)
@@ -828,7 +915,7 @@ class Warpgroup(Fixture):
             self.state.hold(scores)
         else:
             self.state.raise_reference(scores)
-        self.state.exponentials(scores, held=c.softmax == "held")
+        self.state.exponentials(scores)
         block = self.state.sums(scores)
         self.state.pack(scores, self.words)
         self.state.add_packed(self.words, block, first=True)
@@ -840,6 +927,7 @@ class Warpgroup(Fixture):
             j = self.steps(j, low, limits, True)
         self.release(self.q_ring)
         self.multiply_v()
+        self.settle(info)
         warpgroup.wait_group(0)
         self.release(self.v_ring)
 
@@ -852,7 +940,7 @@ class Warpgroup(Fixture):
         c = self.config
         while j >= low:
             scores = self.multiply_k()
-            self.multiply_v()
+            self.multiply_v(c.v_ahead)
             warpgroup.wait_group(1)
             self.release(self.k_ring)
             self.cap(scores)
@@ -861,7 +949,14 @@ class Warpgroup(Fixture):
             if cutlass.const_expr(c.softmax == "online"):
                 factors, moved = self.state.raise_reference(scores)
                 self.state.lower(factors)
-            self.state.exponentials(scores, held=c.softmax == "held")
+            if cutlass.const_expr(c.v_ahead):
+                # The rest among the exponentials: an instruction waits while the tensor cores' queue is full, and
+                # with it all that follows.
+                self.state.exponentials(scores, part=0, parts=2)
+                self.multiply_rest(c.v_ahead)
+                self.state.exponentials(scores, part=1, parts=2)
+            else:
+                self.state.exponentials(scores)
             block = self.state.sums(scores)
             if cutlass.const_expr(c.settle == "before"):
                 self.state.add(scores, block)
@@ -917,32 +1012,29 @@ class Warpgroup(Fixture):
             self.release(self.k_ring)
             self.release(self.v_ring)
             j = j - 1
-        self.release(self.q_ring)
 
-    def finish(self, info) -> Boolean:
-        """Divide by the row sums and store; the answer is True where a held maximum failed a row."""
+    # ---- the end of a tile ----
+
+    def settle(self, info) -> None:
+        """What a row's sum decides, and where its output goes: worked out beside the last product."""
         c = self.config
-        state, operands = self.state, self.operands
+        state, operands, after = self.state, self.operands, self.after
         positions, heads, valid = self.rows(info)
         state.finish()
-        bad = Boolean(False)
-        if c.softmax == "held":
-            finite = softmax.finite(self.out)
-            for half in range(2):
-                bad = bad | (valid[half] & ~(state.in_bounds(half) & finite[half]))
-        pointers, factors = [], []
         for half in range(2):
+            after.valid[half] = Int32(valid[half])
+            after.failed[half] = Int32(valid[half] & ~state.in_bounds(half))
             down = Float32(1.0)
             if c.sink:
                 down = state.add_sink(half, self.sink_of(heads[half], valid[half]))
             total = state.sum[half]
             used = total + state.rounding[half]
-            factors.append(ptx.choose(total == 0.0, Float32(0.0), down * cute.arch.rcp_approx(used)))
+            after.factor[half] = ptx.choose(total == 0.0, Float32(0.0), down * cute.arch.rcp_approx(used))
             if c.packed_q:
                 row = operands.out[info[FIRST_Q] + positions[half], heads[half], None]
             else:
                 row = operands.out[info[BATCH], positions[half], heads[half], None]
-            pointers.append(row.iterator)
+            after.address[half] = row.iterator.toint()
             if c.lse:
                 with when(valid[half] & (self.lane % 4 == 0)):
                     value = (state.reference[half] + ptx.log2(total)) * ptx.LN_2
@@ -950,9 +1042,31 @@ class Warpgroup(Fixture):
                         operands.lse[heads[half], info[FIRST_Q] + positions[half]] = value
                     else:
                         operands.lse[info[BATCH], heads[half], positions[half]] = value
-        softmax.scale_rows(self.out, factors)
-        store_rows(self.out, pointers, valid, c.head_dim_v, self.kernel.dtype, self.lane)
-        return bad
+
+    def divide(self) -> None:
+        """The output by its row sums, rounded."""
+        after = self.after
+        softmax.scale_rows(self.out, [after.factor[half] for half in range(2)])
+        words = vectors.pack(vectors.load(self.out), self.kernel.dtype)
+        if self.config.softmax == "held":
+            for half in range(2):
+                finite = softmax.finite(words[half::2])
+                after.failed[half] = after.failed[half] | (after.valid[half] & Int32(~finite))
+        for i, word in enumerate(words):
+            after.words[i] = word
+        after.waits[0] = Int32(1)
+
+    def store(self) -> None:
+        """The last tile's output, if it waits.  (A branch of its own: the assembler would move it behind the wait for
+        the product that it should run beside.)"""
+        after = self.after
+        with when(after.waits[0] != 0):
+            words = [after.words[i] for i in range(self.config.tile_d_v // 4)]
+            valid = [after.valid[half] != 0 for half in range(2)]
+            store_rows(
+                words, [after.address[half] for half in range(2)], valid, self.config.head_dim_v, self.lane
+            )
+            after.waits[0] = Int32(0)
 
     @cute.jit
     def sink_of(self, head, valid):
@@ -1045,11 +1159,11 @@ def make_mma(dtype, shape, b_major, a_source):
     )
 
 
-def gemm(mma, out, a, b, fresh: bool) -> None:
-    """Issue out (+)= a b; `fresh` starts from zero."""
+def gemm(mma, out, a, b, fresh: bool, which: Iterable[int] | None = None) -> None:
+    """Issue out (+)= a b, of all steps of 16 or of those in `which`; `fresh` starts from zero."""
     atom = cute.make_mma_atom(mma.op)  # an atom of its own: the accumulate flag is state
     atom.set(warpgroup.Field.ACCUMULATE, not fresh)
-    for i in range(cute.size(a, mode=[2])):
+    for i in range(cute.size(a, mode=[2])) if which is None else which:
         cute.gemm(atom, out, a[None, None, i], b[None, None, i], out)
         atom.set(warpgroup.Field.ACCUMULATE, True)
 
