@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import Float32, Int32, Int64, cute
 from cutlass.experimental import primitives as prims
 
 from coflash.kernels.parts import exp2 as exponentials
