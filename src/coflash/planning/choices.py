@@ -43,7 +43,18 @@ def _row(
 # (227 KB) decides the stages: with masks, whose tiles are short, a third stage of K and V is worth more than a second
 # one of Q.
 SM90_FORWARD = (
-    _row(64, 64, masked=True, warpgroups=4, tile_n=64, k_stages=4, v_stages=4, q_stages=2, v_ahead=1),
+    _row(
+        64,
+        64,
+        masked=True,
+        warpgroups=4,
+        tile_n=64,
+        k_stages=4,
+        v_stages=4,
+        q_stages=2,
+        v_ahead=1,
+        loops="one",
+    ),
     _row(64, 64, seqlen_k=8192, warpgroups=4, tile_n=64, k_stages=4, v_stages=4, q_stages=2, v_ahead=1),
     _row(64, 64, warpgroups=3, tile_n=128, k_stages=3, v_stages=3, q_stages=2, settle="before", v_ahead=2),
     _row(96, 96, warpgroups=2, tile_n=128, k_stages=3, v_stages=3),

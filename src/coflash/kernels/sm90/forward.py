@@ -892,7 +892,7 @@ class Warpgroup(Fixture):
     # ---- blocks of a tile, from the last to the first ----
 
     def fast(self, info, low, high, limits) -> None:
-        """The first block, then three loops: blocks cut on the right, whole ones, blocks cut on the left."""
+        """The first block, then three loops: blocks cut on the right, whole ones, blocks cut on the left; or one."""
         c = self.config
         first = self.first(info)
         offset = info[SEQLEN_K] - info[SEQLEN_Q]
@@ -920,11 +920,15 @@ class Warpgroup(Fixture):
         self.state.pack(scores, self.words)
         self.state.add_packed(self.words, block, first=True)
         j = j - 1
-        if c.bounded_right:
-            j = self.steps(j, ptx.most(clear_high, clear_low), limits, True)
-        j = self.steps(j, clear_low, limits, False)
-        if c.bounded_left:
-            j = self.steps(j, low, limits, True)
+        whole = clear_low, clear_high
+        if c.loops == "one" and (c.bounded_right or c.bounded_left):
+            self.steps(j, low, limits, whole, "some")
+        else:
+            if c.bounded_right:
+                j = self.steps(j, ptx.most(clear_high, clear_low), limits, whole, "all")
+            j = self.steps(j, clear_low, limits, whole, "none")
+            if c.bounded_left:
+                self.steps(j, low, limits, whole, "all")
         self.release(self.q_ring)
         self.multiply_v()
         self.settle(info)
@@ -932,8 +936,9 @@ class Warpgroup(Fixture):
         self.release(self.v_ring)
 
     @cute.jit
-    def steps(self, j, low, limits, masked: cutlass.Constexpr[bool]):
-        """Blocks j to low; the answer is the first block that remains.
+    def steps(self, j, low, limits, whole, masked: cutlass.Constexpr[str]):
+        """Blocks j to low; the answer is the first block that remains.  All of them are masked, none, or some: those
+        outside of `whole`.
 
         The scores of block j are computed first, then the output of block j + 1, whose probabilities are at hand;
         the softmax of block j runs beside the second product."""
@@ -944,8 +949,12 @@ class Warpgroup(Fixture):
             warpgroup.wait_group(1)
             self.release(self.k_ring)
             self.cap(scores)
-            if cutlass.const_expr(masked):
+            if cutlass.const_expr(masked == "all"):
                 self.mask(scores, j * c.tile_n, limits)
+            elif cutlass.const_expr(masked == "some"):
+                clear_low, clear_high = whole
+                with when((j < clear_low) | (j >= clear_high)):
+                    self.mask(scores, j * c.tile_n, limits)
             if cutlass.const_expr(c.softmax == "online"):
                 factors, moved = self.state.raise_reference(scores)
                 self.state.lower(factors)
