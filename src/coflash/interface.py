@@ -117,15 +117,15 @@ def flash_attn_func(
         and not (torch_ops.is_watched() or _is_any_autocast_enabled())
     ):
         key = (
-            (q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype),
-            (q.get_device(), k.get_device(), v.get_device()),
+            q.shape, q.stride(), q.dtype, q.get_device(), k.shape, k.stride(), k.dtype, k.get_device(),
+            v.shape, v.stride(), v.dtype, v.get_device(),
             torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
-            (softmax_scale, causal, softcap, dropout_p, deterministic, return_lse, backend),
+            softmax_scale, causal, softcap, dropout_p, deterministic, return_lse, backend,
             window_size if window_size is _UNBOUNDED else repr(window_size),
             # 1 is no boolean, though it equals True.
-            (type(softmax_scale), type(causal), type(softcap), type(dropout_p)),
-            (type(deterministic), type(return_lse)),
-        )
+            type(softmax_scale), type(causal), type(softcap), type(dropout_p), type(deterministic),
+            type(return_lse),
+        )  # fmt: skip
         try:
             shortcut = _SHORTCUTS.get(key)
         except TypeError:  # no argument that is taken fails to be a key; it will be refused

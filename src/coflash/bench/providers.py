@@ -127,13 +127,14 @@ def _refuse(s: Shape, **lacks: bool) -> None:
             raise Unsupported(f"no {what}")
 
 
-def _sdpa(backend: SDPBackend, t: Tensors) -> Call:
+def _sdpa(backend: SDPBackend | None, t: Tensors) -> Call:
     s = t.shape
     _refuse(s, sink=s.sink, window=s.window is not None, varlen=bool(s.lengths))
     if s.causal and s.seqlen_q != s.seqlen_k:
         raise Unsupported("its causal mask is aligned to the top left")
     function = torch.nn.functional.scaled_dot_product_attention
-    return _heads_first(function, t, functools.partial(sdpa_kernel, backend), is_causal=s.causal)
+    context: Context = functools.partial(sdpa_kernel, backend) if backend else contextlib.nullcontext
+    return _heads_first(function, t, context, is_causal=s.causal)
 
 
 def _heads_first(
@@ -269,10 +270,10 @@ PROVIDERS = {
         Provider("fa3", "FlashAttention-3, forward", ("cuda",), _fa3_version, _fa3, backward=False),
         Provider(
             "sdpa",
-            "PyTorch's SDPA on the processor",
-            ("cpu",),
+            "PyTorch's SDPA, by the kernel it chooses",
+            ("cuda", "cpu"),
             _torch_version,
-            functools.partial(_sdpa, SDPBackend.FLASH_ATTENTION),
+            functools.partial(_sdpa, None),
         ),
     )
 }
