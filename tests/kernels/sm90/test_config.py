@@ -48,7 +48,6 @@ def test_held_maximum_needs_bfloat16() -> None:
         ({"softmax": "lazy"}, "softmax 'lazy'"),
         ({"q_registers": 8}, "q_registers 8: fewer than the 8 steps"),
         ({"q_registers": 2, "head_dim": 72}, "none unless it is a multiple of 64"),
-        ({"loops": "three"}, "loops 'three': apart or one"),
         ({"v_ahead": 8}, "v_ahead 8: fewer than the 8 steps"),
         ({"v_ahead": 1, "softmax": "online"}, "0 without a held maximum"),
     ],

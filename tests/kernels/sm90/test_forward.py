@@ -30,9 +30,6 @@ CASES = {
     "window, softcap, sink": Case(
         (150,), (200,), 2, 1, window_left=40, window_right=20, softcap=5.0, options={**SMALL, "sink": True}
     ),
-    "window, cut and whole blocks in one loop": Case(
-        (150,), (300,), 2, 1, window_left=140, window_right=20, options={**SMALL, "loops": "one"}
-    ),
     "packed, causal, empty sequences": Case(
         (70, 0, 33, 130),
         (90, 40, 0, 200),

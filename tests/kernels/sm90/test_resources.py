@@ -31,7 +31,7 @@ def check(config: ForwardConfig, folder: Path) -> None:
     assert f"setmaxnreg.dec.sync.aligned.u32 {load};" in _squeezed(ptx)
     assert f"setmaxnreg.inc.sync.aligned.u32 {compute};" in _squeezed(ptx)
     # S = Q K^T: the first block, each of the loops, and the narrow exact way; O += P V: the same and the last block.
-    loops = 1 + (config.bounded_right + config.bounded_left if config.loops == "apart" else 0)
+    loops = 1 + config.bounded_right + config.bounded_left
     exact = int(config.softmax == "held")
     expected: Counter[int] = Counter()
     expected[config.tile_n] += (1 + loops) * (config.tile_d // 16)

@@ -29,8 +29,6 @@ class RowState(Fixture):
         self.dtype = dtype
         self.rounded_sum = rounded_sum
         self.reference = Registers(Float32, 2)
-        # What exponents add: minus the reference, 0 where that is -inf.
-        self.minus = Registers(Float32, 2)
         self.sum = Registers(Float32, 2)
         self.rounding = Registers(Float32, 2)  # what rounding P added to it, where that matters
 
@@ -45,9 +43,7 @@ class RowState(Fixture):
     def hold(self, scores: cute.Tensor) -> None:
         """Take the block's row maxima as the reference; a row that sees nothing here takes 0."""
         for half, top in enumerate(row_maxima(scores)):
-            reference = ptx.choose(top == -INFINITY, Float32(0.0), top * self.scale)
-            self.reference[half] = reference
-            self.minus[half] = ptx.kept(-reference)
+            self.reference[half] = ptx.choose(top == -INFINITY, Float32(0.0), top * self.scale)
 
     def raise_to(self, scores: cute.Tensor, out: cute.Tensor) -> None:
         """Online: move the reference to the running maximum and bring sum and output down to it."""
@@ -66,7 +62,6 @@ class RowState(Fixture):
             finite = ptx.choose(after == -INFINITY, Float32(0.0), after)
             factors.append(ptx.exp2(before - finite))
             self.reference[half] = after
-            self.minus[half] = -finite
         return factors, moved
 
     def lower(self, factors: list[Float32]) -> None:
@@ -82,9 +77,14 @@ class RowState(Fixture):
 
     # ---- every block ----
 
-    def exponentials(self, scores: cute.Tensor, part: int = 0, parts: int = 1) -> None:
-        """Scores to probabilities, in place, or one of several parts of them."""
-        minus = [self.minus[half] for half in range(2)]
+    def exponentials(self, scores: cute.Tensor, held: bool = False, part: int = 0, parts: int = 1) -> None:
+        """Scores to probabilities, in place, or one of several parts of them; a held reference is never -inf."""
+        minus = [
+            -self.reference[half]
+            if held
+            else -ptx.choose(self.reference[half] == -INFINITY, Float32(0.0), self.reference[half])
+            for half in range(2)
+        ]
         size = cute.size(scores) // parts
         if parts > 1:
             scores = cute.make_tensor(scores.iterator + part * size, cute.make_layout(size))

@@ -50,7 +50,6 @@ class ForwardConfig:
     q_stages: int = 1
     softmax: str = "held"  # "held": the first block's maximum is kept; "online": the running maximum
     settle: str = "after"  # row sums are settled after P is packed, or "before" its product is waited for
-    loops: str = "apart"  # over cut and over whole blocks, or "one" that masks where a block is cut
     dynamic: bool = True  # tiles are handed out by a counter; else every block strides through them
     blocks_per_sm: int = 1
     q_registers: int = 0  # steps of 16 columns of Q that stay in registers
@@ -68,8 +67,6 @@ class ForwardConfig:
             raise ValueError(f"softmax {self.softmax!r}: held or online")
         if self.settle not in ("before", "after"):
             raise ValueError(f"settle {self.settle!r}: before or after")
-        if self.loops not in ("apart", "one"):
-            raise ValueError(f"loops {self.loops!r}: apart or one")
         if self.softmax == "held" and self.dtype != "bf16":
             raise ValueError("a held maximum needs bf16's range for P: fp16 takes softmax='online'")
         if self.tile_n % 16 or not 16 <= self.tile_n <= 256:

@@ -23,6 +23,13 @@ DTYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 # What a work slot asks for.
 END, TILE, EXACT, NOTHING = range(4)
 KIND, M_BLOCK, HEAD, BATCH, SEQLEN_Q, SEQLEN_K, FIRST_Q, FIRST_K = range(8)  # words of a work slot
+LOW, HIGH, OWN_LOW, OWN_HIGH = (
+    8,
+    9,
+    10,
+    14,
+)  # blocks of keys of the tile, and of each of up to four warpgroups
+WORDS = 18
 
 
 class Operands(NamedTuple):
@@ -181,7 +188,7 @@ class Forward:
             v_landed: cute.struct.MemRange[Int64, 1]
             work_full: cute.struct.MemRange[Int64, WORK_SLOTS]
             work_empty: cute.struct.MemRange[Int64, WORK_SLOTS]
-            work: cute.struct.MemRange[Int32, 8 * WORK_SLOTS]
+            work: cute.struct.MemRange[Int32, WORDS * WORK_SLOTS]
             failed: cute.struct.MemRange[Int32, 16 * WORK_SLOTS]
             q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(self.q_layout())], 1024]
             k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(self.k_layout())], 1024]
@@ -279,6 +286,17 @@ class Forward:
         visible = (until > since) & (first < seqlen_q)
         return low, ptx.choose(visible, high, low)
 
+    def tile_blocks(self, info, operands) -> tuple[Int32, Int32]:
+        """Those of a tile."""
+        rows = self.config.positions * self.config.warpgroups
+        return self.key_blocks(info[M_BLOCK] * rows, rows, info[SEQLEN_Q], info[SEQLEN_K], operands)
+
+    def own_blocks(self, info, group, operands) -> tuple[Int32, Int32]:
+        """Those of one warpgroup's rows."""
+        c = self.config
+        first = (info[M_BLOCK] * c.warpgroups + group) * c.positions
+        return self.key_blocks(first, c.positions, info[SEQLEN_Q], info[SEQLEN_K], operands)
+
     # ---- load warp ----
 
     @cute.jit
@@ -291,7 +309,7 @@ class Forward:
         c = self.config
         batch, heads_q, heads_kv, max_q, max_k = operands.shape
         lane = cute.arch.lane_idx()
-        work = View(storage.work.get_tensor(cute.make_layout((8, WORK_SLOTS))))
+        work = View(storage.work.get_tensor(cute.make_layout((WORDS, WORK_SLOTS))))
         failed = View(storage.failed.get_tensor(cute.make_layout((16, WORK_SLOTS))))  # a word for each warp
         slots = Ring(storage.work_full.data_ptr(), storage.work_empty.data_ptr(), WORK_SLOTS, True)
         # One for all warpgroups: their Q rings move in step.
@@ -332,10 +350,18 @@ class Forward:
                     settled = settled + 1
                     if settled == verdicts:
                         kind = Int32(END)
+            low, high = self.tile_blocks(info, operands)
+            own_low, own_high = self.own_blocks(info, lane, operands)
+            if lane < c.warpgroups:
+                work[OWN_LOW + lane, slot] = own_low
+                work[OWN_HIGH + lane, slot] = own_high
+            cute.arch.sync_warp()
             if lane == 0:
                 work[KIND, slot] = kind
                 for i in cutlass.range_constexpr(1, 8):
                     work[i, slot] = info[i]
+                work[LOW, slot] = low
+                work[HIGH, slot] = high
                 for warp in cutlass.range_constexpr(4 * c.warpgroups):
                     failed[warp, slot] = Int32(0)
                 cute.arch.mbarrier_arrive(slots.full + slot)
@@ -344,6 +370,8 @@ class Forward:
             if (kind == TILE) | (kind == EXACT):
                 self.load_tile(
                     info,
+                    low,
+                    high,
                     q_ring,
                     k_ring,
                     v_ring,
@@ -459,6 +487,8 @@ class Forward:
     def load_tile(
         self,
         words,
+        low,
+        high,
         q_ring,
         k_ring,
         v_ring,
@@ -476,7 +506,7 @@ class Forward:
         c = self.config
         _, heads_q, heads_kv, _, _ = operands.shape
         m_block, head, b = words[M_BLOCK], words[HEAD], words[BATCH]
-        seqlen_q, seqlen_k = words[SEQLEN_Q], words[SEQLEN_K]
+        seqlen_k = words[SEQLEN_K]
         head_kv = head if c.pack_heads > 1 else head // (heads_q // heads_kv)
 
         q, k, v = tensors
@@ -503,9 +533,6 @@ class Forward:
         q_to, q_from = partition(atoms[0], shared_q, cute.local_tile(q, (rows, c.tile_d), q_tile))
         k_to, k_from = partition(atoms[1], shared_k, cute.local_tile(k, (c.tile_n, c.tile_d), (None, 0)))
         v_to, v_from = partition(atoms[2], shared_v, cute.local_tile(v, (c.tile_d_v, c.tile_n), (0, None)))
-
-        positions = c.positions * c.warpgroups
-        low, high = self.key_blocks(m_block * positions, positions, seqlen_q, seqlen_k, operands)
 
         def load_q(w: int | Int32) -> None:
             at = w * c.q_stages + q_ring.stage
@@ -636,7 +663,7 @@ class Forward:
         k_ring = Ring(storage.k_full.data_ptr(), storage.k_empty.data_ptr(), c.k_stages, False)
         v_ring = Ring(storage.v_full.data_ptr(), storage.v_empty.data_ptr(), c.v_stages, False)
         slots = Ring(storage.work_full.data_ptr(), storage.work_empty.data_ptr(), WORK_SLOTS, False)
-        work = View(storage.work.get_tensor(cute.make_layout((8, WORK_SLOTS))))
+        work = View(storage.work.get_tensor(cute.make_layout((WORDS, WORK_SLOTS))))
         failed = View(storage.failed.get_tensor(cute.make_layout((16, WORK_SLOTS))))  # a word for each warp
         scale = operands.softmax_scale * ptx.LOG2_E
         if cutlass.const_expr(c.softcap):
@@ -796,7 +823,8 @@ class Warpgroup(Fixture):
     def tile(self, info, exact: Boolean) -> Boolean:
         """One tile; its output waits in registers, to be stored beside the next tile's first product.  The answer is
         whether it was done the fast way."""
-        low, high, own_low, own_high = self.span(info)
+        low, high = info[LOW], info[HIGH]
+        own_low, own_high = info[OWN_LOW + self.group], info[OWN_HIGH + self.group]
         sees = own_high > own_low
         self.out.fill(0.0)
         self.state.start()
@@ -823,15 +851,6 @@ class Warpgroup(Fixture):
             self.pass_blocks(own_low - low)  # blocks that only earlier rows see
         self.divide()
         return quick
-
-    def span(self, info) -> tuple[Int32, Int32, Int32, Int32]:
-        """Key blocks [low, high) of the whole tile, and those of this warpgroup's rows."""
-        c = self.config
-        lengths = info[SEQLEN_Q], info[SEQLEN_K]
-        rows = c.positions * c.warpgroups
-        low, high = self.kernel.key_blocks(info[M_BLOCK] * rows, rows, *lengths, self.operands)
-        own = self.kernel.key_blocks(self.first(info), c.positions, *lengths, self.operands)
-        return low, high, *own
 
     def first(self, info) -> Int32:
         """Query position of the warpgroup's first row."""
@@ -892,7 +911,7 @@ class Warpgroup(Fixture):
     # ---- blocks of a tile, from the last to the first ----
 
     def fast(self, info, low, high, limits) -> None:
-        """The first block, then three loops: blocks cut on the right, whole ones, blocks cut on the left; or one."""
+        """The first block, then three loops: blocks cut on the right, whole ones, blocks cut on the left."""
         c = self.config
         first = self.first(info)
         offset = info[SEQLEN_K] - info[SEQLEN_Q]
@@ -915,20 +934,16 @@ class Warpgroup(Fixture):
             self.state.hold(scores)
         else:
             self.state.raise_reference(scores)
-        self.state.exponentials(scores)
+        self.state.exponentials(scores, held=c.softmax == "held")
         block = self.state.sums(scores)
         self.state.pack(scores, self.words)
         self.state.add_packed(self.words, block, first=True)
         j = j - 1
-        whole = clear_low, clear_high
-        if c.loops == "one" and (c.bounded_right or c.bounded_left):
-            self.steps(j, low, limits, whole, "some")
-        else:
-            if c.bounded_right:
-                j = self.steps(j, ptx.most(clear_high, clear_low), limits, whole, "all")
-            j = self.steps(j, clear_low, limits, whole, "none")
-            if c.bounded_left:
-                self.steps(j, low, limits, whole, "all")
+        if c.bounded_right:
+            j = self.steps(j, ptx.most(clear_high, clear_low), limits, True)
+        j = self.steps(j, clear_low, limits, False)
+        if c.bounded_left:
+            j = self.steps(j, low, limits, True)
         self.release(self.q_ring)
         self.multiply_v()
         self.settle(info)
@@ -936,9 +951,8 @@ class Warpgroup(Fixture):
         self.release(self.v_ring)
 
     @cute.jit
-    def steps(self, j, low, limits, whole, masked: cutlass.Constexpr[str]):
-        """Blocks j to low; the answer is the first block that remains.  All of them are masked, none, or some: those
-        outside of `whole`.
+    def steps(self, j, low, limits, masked: cutlass.Constexpr[bool]):
+        """Blocks j to low; the answer is the first block that remains.
 
         The scores of block j are computed first, then the output of block j + 1, whose probabilities are at hand;
         the softmax of block j runs beside the second product."""
@@ -949,23 +963,19 @@ class Warpgroup(Fixture):
             warpgroup.wait_group(1)
             self.release(self.k_ring)
             self.cap(scores)
-            if cutlass.const_expr(masked == "all"):
+            if cutlass.const_expr(masked):
                 self.mask(scores, j * c.tile_n, limits)
-            elif cutlass.const_expr(masked == "some"):
-                clear_low, clear_high = whole
-                with when((j < clear_low) | (j >= clear_high)):
-                    self.mask(scores, j * c.tile_n, limits)
             if cutlass.const_expr(c.softmax == "online"):
                 factors, moved = self.state.raise_reference(scores)
                 self.state.lower(factors)
             if cutlass.const_expr(c.v_ahead):
                 # The rest among the exponentials: an instruction waits while the tensor cores' queue is full, and
                 # with it all that follows.
-                self.state.exponentials(scores, part=0, parts=2)
+                self.state.exponentials(scores, held=True, part=0, parts=2)
                 self.multiply_rest(c.v_ahead)
-                self.state.exponentials(scores, part=1, parts=2)
+                self.state.exponentials(scores, held=True, part=1, parts=2)
             else:
-                self.state.exponentials(scores)
+                self.state.exponentials(scores, held=c.softmax == "held")
             block = self.state.sums(scores)
             if cutlass.const_expr(c.settle == "before"):
                 self.state.add(scores, block)
