@@ -155,8 +155,13 @@ class RowState(Fixture):
         return factor
 
     def in_bounds(self, half: int) -> Boolean:
-        """False also for NaN."""
-        return (self.sum[half] < SUM_MOST) & (self.sum[half] > SUM_LEAST)
+        """False also for NaN.
+
+        The reference, which an infinite score would show in, is asked for another reason as well: used only
+        negated, it is kept negated, and the assembler then finds registers for the exponentials' multiply-adds whose
+        operands it can't hold from one to the next."""
+        bounded = (self.sum[half] < SUM_MOST) & (self.sum[half] > SUM_LEAST)
+        return bounded & (self.reference[half] < INFINITY)
 
 
 def scale_rows(out: cute.Tensor, factors: list[Float32]) -> None:
