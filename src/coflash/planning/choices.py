@@ -42,10 +42,30 @@ def _row(
 # L2, more warps to hide exponentials) but leave a thread fewer registers, so narrower blocks of keys. Shared memory
 # (227 KB) decides the stages: with masks, whose tiles are short, a third stage of K and V is worth more than a second
 # one of Q.
+_D64: dict[str, Any] = {
+    "warpgroups": 4,
+    "tile_n": 64,
+    "k_stages": 4,
+    "v_stages": 4,
+    "q_stages": 2,
+    "v_ahead": 1,
+    "minus_apart": True,
+}
 SM90_FORWARD = (
-    _row(64, 64, masked=True, warpgroups=4, tile_n=64, k_stages=4, v_stages=4, q_stages=2, v_ahead=1),
-    _row(64, 64, seqlen_k=8192, warpgroups=4, tile_n=64, k_stages=4, v_stages=4, q_stages=2, v_ahead=1),
-    _row(64, 64, warpgroups=3, tile_n=128, k_stages=3, v_stages=3, q_stages=2, settle="before", v_ahead=2),
+    _row(64, 64, masked=True, **_D64),
+    _row(64, 64, seqlen_k=8192, **_D64),
+    _row(
+        64,
+        64,
+        warpgroups=3,
+        tile_n=128,
+        k_stages=3,
+        v_stages=3,
+        q_stages=2,
+        settle="before",
+        v_ahead=2,
+        minus_apart=True,
+    ),
     _row(96, 96, warpgroups=2, tile_n=128, k_stages=3, v_stages=3),
     _row(128, 128, masked=True, warpgroups=2, tile_n=128, k_stages=3, v_stages=3),
     _row(128, 128, warpgroups=2, tile_n=128, q_stages=2),

@@ -83,6 +83,21 @@ def quad_sum(x: Float32) -> Float32:
     return x
 
 
+def kept(x: Float32) -> Float32:
+    """The same number, in a register: the compiler does not see how to work it out again where it is used."""
+    return Float32(
+        llvm.inline_asm(
+            T.f32(),
+            [x.ir_value()],
+            "mov.b32 $0, $1;",
+            "=f,f",
+            has_side_effects=False,
+            is_align_stack=False,
+            asm_dialect=llvm.AsmDialect.AD_ATT,
+        )
+    )
+
+
 @dsl_user_op
 def store_16_bytes(address: Int64, words, *, loc=None, ip=None) -> None:
     """Four registers to 16 aligned bytes of global memory."""
@@ -121,6 +136,7 @@ __all__ = [
     "choose",
     "exchange",
     "exp2",
+    "kept",
     "least",
     "log2",
     "most",

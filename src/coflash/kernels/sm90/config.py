@@ -53,6 +53,9 @@ class ForwardConfig:
     dynamic: bool = True  # tiles are handed out by a counter; else every block strides through them
     blocks_per_sm: int = 1
     q_registers: int = 0  # steps of 16 columns of Q that stay in registers
+    minus_apart: bool = (
+        False  # minus the held reference has registers of its own, else it is negated where used
+    )
     v_ahead: int = (
         0  # steps of 16 keys of O += P V issued before the exponentials, the rest among them; 0: all
     )

@@ -668,7 +668,7 @@ class Forward:
         scale = operands.softmax_scale * ptx.LOG2_E
         if cutlass.const_expr(c.softcap):
             scale = Float32(ptx.LOG2_E)
-        state = RowState(scale, self.dtype, c.softmax == "held")
+        state = RowState(scale, self.dtype, c.softmax == "held", c.minus_apart)
         side = Warpgroup(
             self,
             group,
