@@ -86,9 +86,12 @@ def sm90_forward(problem: Problem, overrides: Mapping[str, Any]) -> Any:
         **_first(SM90_FORWARD, problem, masked),
         "softmax": "held" if problem.dtype == torch.bfloat16 else "online",
     }
-    if problem.softcap != 0.0 or overrides.get("softmax", chosen["softmax"]) != "held":
+    held = overrides.get("softmax", chosen["softmax"]) == "held"
+    if not held or problem.softcap != 0.0:
         # A running maximum has O wait for it; a softcap has exponentials of its own, and no registers to spare.
         chosen.pop("v_ahead", None)
+    if not held:
+        chosen.pop("minus_apart", None)
     groups = chosen["warpgroups"]
     chosen["pack_heads"] = packed_heads(problem, ROWS * groups, groups * positions(problem.group_size))
     computes = _features(problem)

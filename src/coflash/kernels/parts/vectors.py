@@ -65,10 +65,6 @@ def store(tensor: cute.Tensor, values: Vector) -> None:
     tensor.store(cute.TensorSSA(values.value, tensor.shape, tensor.element_type))
 
 
-def splat(x: Float32, size: int) -> Vector:
-    return Vector(vector.broadcast(ir.VectorType.get([size], T.f32()), _scalar(x)))
-
-
 # ---- a thread's two rows of an accumulator ----
 
 

@@ -84,6 +84,8 @@ class ForwardConfig:
                 f"v_ahead {self.v_ahead}: fewer than the {self.tile_n // 16} steps of a block,"
                 " and 0 without a held maximum"
             )
+        if self.minus_apart and self.softmax != "held":
+            raise ValueError("minus_apart is of a held maximum")
         if self.warpgroups not in REGISTER_SPLIT:
             raise ValueError(f"warpgroups {self.warpgroups}: one of {sorted(REGISTER_SPLIT)}")
         if not positions(self.pack_heads):
