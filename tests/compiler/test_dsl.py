@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import pickle
 import py_compile
 import re
 import shutil
@@ -14,14 +16,17 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
 from tests.compiler.fake_compiler import KERNEL
 from tests.compiler.scale_config import ScaleConfig
 
-from coflash.compiler import CompileError, Job, builder, cache, compile_to, dsl, resources
+from coflash import planning
+from coflash.compiler import CompileError, Job, builder, cache, compile_to, host_code, resources
 from coflash.compiler import key as keys
+from coflash.problem import Problem
 
 pytestmark = pytest.mark.xdist_group("compiler-dsl")  # one worker process, one fixture for each architecture
 
@@ -102,13 +107,13 @@ def vector_registers(shared_object: Path) -> set[str]:
 
 
 @needs_objdump
-@pytest.mark.skipif(sys.platform != "linux" or "x86_64" not in dsl.platform.machine(), reason="x86-64")
+@pytest.mark.skipif(sys.platform != "linux" or "x86_64" not in host_code.platform.machine(), reason="x86-64")
 def test_host_code_is_for_the_named_processor(tmp_path, monkeypatch):
     """Not for the one of this machine: a plain x86-64 asked for gives no AVX at all, x86-64-v3 no AVX-512."""
     compile_to(tmp_path / "v3", KERNEL, ScaleConfig(), "sm_90a")
     found = vector_registers(tmp_path / "v3" / "kernel.so")
     assert "v" in found and not {"z", "evex"} & found
-    monkeypatch.setitem(dsl.HOST_TARGETS, "x86_64", ("x86_64-unknown-linux-gnu", "x86-64"))
+    monkeypatch.setitem(host_code.HOST_TARGETS, "x86_64", ("x86_64-unknown-linux-gnu", "x86-64"))
     compile_to(tmp_path / "v1", KERNEL, ScaleConfig(), "sm_90a")
     assert vector_registers(tmp_path / "v1" / "kernel.so") == {"x"}
 
@@ -128,7 +133,57 @@ def test_without_a_linker(tmp_path, monkeypatch):
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(CompileError, match="needs a C compiler"):
-        dsl.link(b"", tmp_path / "x.so")
+        host_code.link(host_code.HostCode(b"", ()), tmp_path / "x.so")
+
+
+FORKING = """
+import contextlib, pickle, sys
+from coflash.compiler import dsl, host_code
+empty = host_code._empty_kernels
+
+def dies(module):
+    raise ValueError
+
+def differs(module):
+    empty(module)
+    from cutlass._mlir import ir
+    module.operation.attributes["different"] = ir.StringAttr.get("yes", module.context)
+
+what, way = sys.argv[1:]
+host_code._empty_kernels = {"dies": dies, "differs": differs}.get(way, empty)
+job = *pickle.loads(bytes.fromhex(what)), False, "f"
+beside = dsl._run_dsl(*job, fork=True)
+if way == "as without":
+    plain = dsl._run_dsl(*job)
+    assert beside.ptx == plain.ptx and beside.cubin == plain.cubin and beside.arguments == plain.arguments
+    name, image = beside.host_code.embedded
+    assert beside.cubin in image and image in plain.host_code.made
+    assert image not in beside.host_code.made and plain.host_code.embedded is None
+print(beside is not None)
+"""
+
+
+def forking(kernel, config, arch, way):
+    """What a process says that makes host code in another, `way` being what happens there."""
+    what = pickle.dumps((kernel, config, arch)).hex()
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", FORKING, what, way]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_host_code_made_beside_a_kernel_is_the_same(arch):
+    assert forking(KERNEL, ScaleConfig(), arch, "as without") == "True"
+    problem = Problem(torch.bfloat16, "cuda", 64, 64, 4, 4, 2, 512, 512, causal=True)
+    plan = planning.plan(problem, planning.typical(arch), backend="kernel")
+    assert forking(plan.kernel, plan.config, plan.arch, "works") == "True"
+
+
+@pytest.mark.parametrize("way", ["dies", "differs"])
+def test_host_code_that_cannot_be_made_beside_a_kernel(way):
+    assert forking(KERNEL, ScaleConfig(), "sm_90a", way) == "False"
 
 
 @pytest.fixture(scope="module")

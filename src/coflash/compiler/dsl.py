@@ -12,8 +12,6 @@ import io
 import json
 import os
 import platform
-import shutil
-import subprocess
 import sys
 import tempfile
 import threading
@@ -21,18 +19,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from coflash.compiler import resources, runtime
+from coflash.compiler import host_code, resources
 from coflash.compiler.errors import CompileError
+from coflash.compiler.host_code import HostCode
 from coflash.compiler.key import dsl_version, locate
-
-#: The processor that host code is compiled for: named, so that an object made on a machine with AVX-512
-#: starts on one without it. The DSL's default is the processor of the build machine.
-HOST_TARGETS = {
-    "x86_64": ("x86_64-unknown-linux-gnu", "x86-64-v3"),
-    "aarch64": ("aarch64-unknown-linux-gnu", "generic"),
-}
 
 _lock = threading.Lock()  # the DSL is a process-wide singleton with one set of options
 
@@ -67,32 +59,40 @@ class Compiled:
 
 
 def compile_to(
-    directory: str | os.PathLike[str], kernel_name: str, config: Any, arch: str, *, report: bool = True
+    directory: str | os.PathLike[str],
+    kernel_name: str,
+    config: Any,
+    arch: str,
+    *,
+    report: bool = True,
+    fork: bool = False,
 ) -> Compiled:
     """Compile a kernel for `arch` ("sm_90a", "sm_100a", "sm_103a") into `directory`, in this process.
 
     Writes kernel.so, kernel.ptx, kernel.cubin and kernel.json. With `report` the PTX says which source
     line each instruction is from, and the assembler's log is read for spills; both take a third more time
-    to compile, and change no instruction.
+    to compile, and change no instruction. With `fork` the host code is made in a forked process, at the same
+    time as the kernel: for a process of one thread.
     """
     started = time.perf_counter()
     out = Path(directory)
     out.mkdir(parents=True, exist_ok=True)
     function = "coflash_" + kernel_name.replace(":", "_").replace(".", "_")
+    job = kernel_name, config, arch, report, function
     with _lock:
-        arguments, compiled, log = _run_dsl(kernel_name, config, arch, report)
-        host_object = _host_object(compiled, function)
-    (out / "kernel.ptx").write_text(compiled.artifacts.PTX)
-    (out / "kernel.cubin").write_bytes(compiled.artifacts.CUBIN)
-    link(host_object, out / "kernel.so")
-    used = resources.read(compiled.artifacts.CUBIN, log)
+        made = (fork and _run_dsl(*job, fork=True)) or _run_dsl(*job)
+    assert made is not None
+    (out / "kernel.ptx").write_text(made.ptx)
+    (out / "kernel.cubin").write_bytes(made.cubin)
+    host_code.link(made.host_code, out / "kernel.so")
+    used = resources.read(made.cubin, made.log)
     result = Compiled(
         directory=out,
         kernel=kernel_name,
         arch=arch,
         function=function,
         symbol=used[0].symbol,
-        arguments=arguments,
+        arguments=made.arguments,
         resources=used,
     )
     description = {
@@ -101,9 +101,9 @@ def compile_to(
         "config": repr(config),
         "function": function,
         "symbol": result.symbol,
-        "arguments": list(arguments),
+        "arguments": list(made.arguments),
         "resources": [r.as_dict() for r in used],
-        "host": HOST_TARGETS[platform.machine()][1],
+        "host": host_code.HOST_TARGETS[platform.machine()][1],
         "dsl": dsl_version(),
         "seconds": round(time.perf_counter() - started, 3),
     }
@@ -111,33 +111,48 @@ def compile_to(
     return result
 
 
-def _run_dsl(kernel_name: str, config: Any, arch: str, report: bool) -> tuple[tuple[str, ...], Any, str]:
+class _Made(NamedTuple):
+    arguments: tuple[str, ...]
+    ptx: str
+    cubin: bytes
+    host_code: HostCode
+    log: str
+
+
+def _run_dsl(
+    kernel_name: str, config: Any, arch: str, report: bool, function: str, *, fork: bool = False
+) -> _Made | None:
+    """Trace a kernel and compile it; None if the host code could not be made in a forked process."""
     log = io.StringIO()
     with (
         _excepthook_kept(),
         tempfile.TemporaryDirectory(prefix="coflash-") as dump,
         contextlib.redirect_stderr(log),
+        host_code.Beside(function, dump) if fork else contextlib.nullcontext() as beside,
     ):
         import cutlass.cute as cute
 
         module_name, class_name = locate(kernel_name)
         module = importlib.import_module(module_name)
-        options = f"--enable-tvm-ffi --gpu-arch {arch} --keep-ptx --keep-cubin --dump-dir {dump}"
+        options = f"--gpu-arch {arch} --keep-ptx --keep-cubin --dump-dir {dump}"
         if report:
             options += " --generate-line-info remarks{ptx}"
         try:
             fake_arguments = dict(module.fake_arguments(config))
-            host_function = getattr(module, class_name)(config)
             compiled = cute.compile(
-                host_function,
+                getattr(module, class_name)(config),
                 *fake_arguments.values(),
-                options=options,
+                options=options if beside else f"{options} --enable-tvm-ffi",
                 no_jit_engine=True,  # the host code is exported, never run here
+                trace_finalize_hooks=beside.fork if beside else None,
             )
+            code = beside.finish(compiled) if beside else host_code.compile_here(compiled, function)
         except Exception as error:
             raise CompileError(f"{kernel_name} for {arch}, {config}:\n{error}\n{log.getvalue()}") from error
+    if code is None:
+        return None
     names = tuple(name for name in fake_arguments if name != "stream")
-    return names, compiled, log.getvalue()
+    return _Made(names, compiled.artifacts.PTX, compiled.artifacts.CUBIN, code, log.getvalue())
 
 
 @contextlib.contextmanager
@@ -148,47 +163,3 @@ def _excepthook_kept() -> Iterator[None]:
         yield
     finally:
         sys.excepthook = hook
-
-
-def _host_object(compiled: Any, function: str) -> bytes:
-    """The launch code and the embedded machine code, as an object file for the baseline processor."""
-    from cutlass.cutlass_dsl.tvm_ffi_provider import rename_tvm_ffi_function
-
-    machine = platform.machine()
-    if machine not in HOST_TARGETS:
-        raise CompileError(f"host code can be made for {', '.join(HOST_TARGETS)}, not for {machine}")
-    triple, cpu = HOST_TARGETS[machine]
-    module = compiled.ir_module  # nobody else has a use for it, so it can be changed
-    with module.context, tempfile.TemporaryDirectory(prefix="coflash-") as folder:
-        rename_tvm_ffi_function(module, compiled.function_name, function)
-        path = os.path.join(folder, "kernel.o")
-        compiled.export_provider.mlirExecutionEngine.dump_object_file_pic(
-            module,
-            path,
-            compiled.function_name,
-            opt_level=3,
-            host_triple=triple,
-            host_cpu=cpu,
-            host_features="",
-        )
-        return Path(path).read_bytes()
-
-
-def link(host_object: bytes, shared_object: Path) -> None:
-    """Make a shared object that exports the tvm-ffi function alone and names the libraries it needs."""
-    names = (os.environ.get("CC"), "cc", "gcc", "clang")
-    linker = next((found for name in names if name and (found := shutil.which(name))), None)
-    if linker is None:
-        raise CompileError(
-            "compiling a kernel needs a C compiler to link with: none of cc, gcc, clang is on PATH"
-        )
-    libraries = [runtime.dsl_runtime(), runtime.tvm_ffi_library()]
-    with tempfile.TemporaryDirectory(dir=shared_object.parent, prefix=".link-") as folder:
-        made, exports = Path(folder, "kernel.o"), Path(folder, "exports")
-        made.write_bytes(host_object)
-        exports.write_text("{ global: __tvm_ffi_*; local: *; };\n")
-        command = [linker, "-shared", "-nostdlib", "-s", f"-Wl,--version-script={exports}", str(made)]
-        command += ["-o", str(shared_object), *map(str, libraries)]
-        done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise CompileError(f"{' '.join(command)}:\n{done.stderr}")

@@ -92,7 +92,8 @@ def _source(module: str) -> str:
     """Hash of the Python text that the kernel of `module` is made from."""
     here = Path(__file__).parent
     kernels = here.parent / "kernels"
-    files = [here / "dsl.py", *sorted(kernels.glob("*.py")), *sorted((kernels / "parts").rglob("*.py"))]
+    files = [here / "dsl.py", here / "host_code.py"]
+    files += [*sorted(kernels.glob("*.py")), *sorted((kernels / "parts").rglob("*.py"))]
     if module.startswith("coflash.kernels."):
         package = kernels.joinpath(*module.split(".")[2:-1])
         files += sorted(package.rglob("*.py"))

@@ -55,12 +55,6 @@ def main() -> None:
     package.__path__ = [os.path.dirname(here)]
     sys.modules["coflash"] = package
     sys.modules["torch"] = None  # type: ignore[assignment]
-    without = ("numpy", "ml_dtypes")  # tvm-ffi does without them where they are missing
-    sys.modules.update(dict.fromkeys(without))  # type: ignore[arg-type]
-    with contextlib.suppress(ImportError):
-        import tvm_ffi  # noqa: F401
-    for name in without:
-        del sys.modules[name]
     sys.meta_path.insert(0, Lazily())
 
     answers = os.fdopen(os.dup(1), "w")
@@ -74,14 +68,17 @@ def main() -> None:
 def answer(job: bytes) -> dict[str, Any]:
     try:
         folder, kernel, config, arch, report, digest = pickle.loads(job)
-        from coflash.compiler import cache, dsl, key
+        from coflash.compiler import cache, dsl, host_code, key
 
         if key.make(kernel, config, arch).digest != digest:
             raise dsl.CompileError(
                 "the source of the kernels has changed since the calling process read it: start that again"
             )
+        fork = not report and host_code.Beside.possible()
+        if not fork:
+            host_code.tvm_ffi_without_numpy()
         with contextlib.redirect_stdout(sys.stderr):
-            dsl.compile_to(folder, kernel, config, arch, report=report)
+            dsl.compile_to(folder, kernel, config, arch, report=report, fork=fork)
             cache.seal(dsl.Path(folder))
     except BaseException as error:
         cause: BaseException | None = error
