@@ -188,11 +188,12 @@ class Worker:
             raise CompileError(answer["error"])
 
     def close(self) -> None:
+        """Let the process end, and reap it: giving its memory back takes a while, which nobody waits for."""
         if self._process is not None:
             assert self._process.stdin and self._process.stdout
             self._process.stdin.close()
             self._process.stdout.close()
-            self._process.wait()
+            threading.Thread(target=self._process.wait, daemon=True).start()
             self._process = None
 
     def _start(self, arch: str) -> subprocess.Popen[bytes]:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from coflash.compiler import host_code, resources
 from coflash.compiler.errors import CompileError
 from coflash.compiler.host_code import HostCode
-from coflash.compiler.key import dsl_version, locate
+from coflash.compiler.key import locate
 
 _lock = threading.Lock()  # the DSL is a process-wide singleton with one set of options
 
@@ -104,7 +104,7 @@ def compile_to(
         "arguments": list(made.arguments),
         "resources": [r.as_dict() for r in used],
         "host": host_code.HOST_TARGETS[platform.machine()][1],
-        "dsl": dsl_version(),
+        "dsl": sys.modules["cutlass"].__version__,
         "seconds": round(time.perf_counter() - started, 3),
     }
     result.json.write_text(json.dumps(description, indent=1) + "\n")

@@ -50,6 +50,11 @@ def locate(kernel_name: str) -> tuple[str, str]:
 
 
 def make(kernel_name: str, config: Any, arch: str) -> Key:
+    return Key(kernel_name, arch, digest(kernel_name, config, arch), dsl_version())
+
+
+def digest(kernel_name: str, config: Any, arch: str) -> str:
+    """Hash of everything that decides what a version of the compiler makes."""
     parts = {
         "format": FORMAT,
         "kernel": kernel_name,
@@ -58,8 +63,7 @@ def make(kernel_name: str, config: Any, arch: str) -> Key:
         "host": platform.machine(),
         "source": _source(locate(kernel_name)[0]),
     }
-    digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
-    return Key(kernel_name, arch, digest, dsl_version())
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
 @functools.cache
@@ -102,7 +106,7 @@ def _source(module: str) -> str:
         if spec is None or spec.origin is None:
             raise ModuleNotFoundError(f"no module named {module!r}")
         files.append(Path(spec.origin))
-    digest = hashlib.sha256()
+    text = hashlib.sha256()
     for file in files:
-        digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
-    return digest.hexdigest()
+        text.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
+    return text.hexdigest()
