@@ -45,12 +45,14 @@ def extend(
     if not isinstance(interleaved, bool):
         checks.refuse("rotary_interleaved", repr(interleaved), "True or False", TypeError)
 
+    if k is None and cos is None:  # nothing to do here, and the call itself is checked like any other
+        return operands._replace(seqused_k=lengths)
     new = 0
     if k is not None and v is not None:
         checks.check_tensor("k", k)
         checks.check_tensor("v", v)
         new = k.shape[1] if k.dim() == 4 else 0
-    used = None if lengths is None else lengths + new
+    used = None if lengths is None else lengths + new if new else lengths
     operands = operands._replace(seqused_k=used)
     sizes = checks.describe(operands, options)
     if k is not None and v is not None:
@@ -164,7 +166,9 @@ def _rotate(
 
 def _append(operands: Operands, k: Tensor, v: Tensor, lengths: Tensor) -> None:
     """Write the new tokens behind each sequence's last one."""
-    at = lengths[:, None] + torch.arange(k.shape[1], device=k.device)
+    at = lengths[:, None]
+    if k.shape[1] != 1:
+        at = at + torch.arange(k.shape[1], device=k.device)
     table = operands.page_table
     batch = torch.arange(at.shape[0], device=k.device)
     index: tuple[Tensor, Tensor]

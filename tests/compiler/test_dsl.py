@@ -129,6 +129,14 @@ def test_compiling_leaves_the_excepthook_alone(tmp_path):
     assert sys.excepthook is hook
 
 
+def test_a_folder_of_any_name(tmp_path, worker):
+    folder = tmp_path / "one, two 'three' \"four\" $five"
+    assert compile_to(folder, KERNEL, ScaleConfig(), "sm_90a", report=False).so.exists()
+    (folder / "beside").mkdir()
+    worker.run(Job(KERNEL, ScaleConfig(), "sm_90a"), folder / "beside")
+    cache.read(folder / "beside")
+
+
 def test_without_a_linker(tmp_path, monkeypatch):
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
