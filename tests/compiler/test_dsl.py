@@ -158,6 +158,11 @@ def differs(module):
     module.operation.attributes["different"] = ir.StringAttr.get("yes", module.context)
 
 what, way = sys.argv[1:]
+if way == "unknown":
+    host_code._MACHINE_CODE = b"something else"
+if way == "no callback":
+    import cutlass.base_dsl.dsl
+    del cutlass.base_dsl.dsl.BaseDSL.trace_finalize_hooks
 host_code._empty_kernels = {"dies": dies, "differs": differs}.get(way, empty)
 job = *pickle.loads(bytes.fromhex(what)), False, "f"
 beside = dsl._run_dsl(*job, fork=True)
@@ -189,7 +194,7 @@ def test_host_code_made_beside_a_kernel_is_the_same(arch):
     assert forking(plan.kernel, plan.config, plan.arch, "works") == "True"
 
 
-@pytest.mark.parametrize("way", ["dies", "differs"])
+@pytest.mark.parametrize("way", ["dies", "differs", "unknown", "no callback"])
 def test_host_code_that_cannot_be_made_beside_a_kernel(way):
     assert forking(KERNEL, ScaleConfig(), "sm_90a", way) == "False"
 

@@ -132,6 +132,8 @@ def _run_dsl(
     ):
         import cutlass.cute as cute
 
+        if beside and not beside.known():
+            return None
         module_name, class_name = locate(kernel_name)
         module = importlib.import_module(module_name)
         options = f"--gpu-arch {arch} --keep-ptx --keep-cubin --dump-dir {dump}"
@@ -144,7 +146,7 @@ def _run_dsl(
                 *fake_arguments.values(),
                 options=options if beside else f"{options} --enable-tvm-ffi",
                 no_jit_engine=True,  # the host code is exported, never run here
-                trace_finalize_hooks=beside.fork if beside else None,
+                **({"trace_finalize_hooks": beside.fork} if beside else {}),
             )
             code = beside.finish(compiled) if beside else host_code.compile_here(compiled, function)
         except Exception as error:

@@ -132,6 +132,13 @@ class Beside:
         except (AttributeError, OSError):
             return False
 
+    @staticmethod
+    def known() -> bool:
+        """Whether this version of the DSL calls back between tracing and compiling."""
+        from cutlass.base_dsl.dsl import BaseDSL
+
+        return hasattr(BaseDSL, "trace_finalize_hooks")
+
     def __enter__(self) -> Beside:
         return self
 
@@ -158,10 +165,11 @@ class Beside:
 
     def finish(self, compiled: Any) -> HostCode | None:
         embedded = _take_machine_code(compiled.ir_module)
+        if embedded is None:
+            return None
         text = compiled.ir_module.operation.get_asm().removesuffix("}\n")
         if self.forked:
-            name, _ = embedded
-            answer = (text, name, HostCode(_object(compiled, self._function), _libraries()))
+            answer = (text, embedded[0], HostCode(_object(compiled, self._function), _libraries()))
             self._answer.write_bytes(pickle.dumps(answer))
             os._exit(0)
         if self._child is None or self._wait():
@@ -195,8 +203,9 @@ def _empty_kernels(module: Any) -> None:
                     operation.operation.erase()
 
 
-def _take_machine_code(module: Any) -> tuple[str, bytes]:
-    """Name and contents of the constant that is the machine code; a declaration takes its place."""
+def _take_machine_code(module: Any) -> tuple[str, bytes] | None:
+    """Name and contents of the constant that is the machine code; a declaration takes its place. None where
+    it can't be told which one it is."""
     from cutlass._mlir import ir
 
     with module.context, module.operation.location:
@@ -206,6 +215,8 @@ def _take_machine_code(module: Any) -> tuple[str, bytes]:
             if isinstance(value := operation.attributes.get("value"), ir.StringAttr)
             and value.value_bytes.startswith(_MACHINE_CODE)
         ]
+        if len(found) != 1:
+            return None
         (constant,) = found
         name, data = constant.attributes["sym_name"].value, constant.attributes["value"].value_bytes
         text = f"llvm.mlir.global external constant @{name}() {{addr_space = 0 : i32}} : !llvm.array<1 x i8>"
