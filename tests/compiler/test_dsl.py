@@ -160,6 +160,9 @@ def differs(module):
 what, way = sys.argv[1:]
 if way == "unknown":
     host_code._MACHINE_CODE = b"something else"
+if way == "another thread":
+    import threading
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
 if way == "no callback":
     import cutlass.base_dsl.dsl
     del cutlass.base_dsl.dsl.BaseDSL.trace_finalize_hooks
@@ -179,7 +182,7 @@ print(beside is not None)
 def forking(kernel, config, arch, way):
     """What a process says that makes host code in another, `way` being what happens there."""
     what = pickle.dumps((kernel, config, arch)).hex()
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OPENBLAS_NUM_THREADS": "1"}
     command = [sys.executable, "-c", FORKING, what, way]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -194,7 +197,7 @@ def test_host_code_made_beside_a_kernel_is_the_same(arch):
     assert forking(plan.kernel, plan.config, plan.arch, "works") == "True"
 
 
-@pytest.mark.parametrize("way", ["dies", "differs", "unknown", "no callback"])
+@pytest.mark.parametrize("way", ["dies", "differs", "unknown", "no callback", "another thread"])
 def test_host_code_that_cannot_be_made_beside_a_kernel(way):
     assert forking(KERNEL, ScaleConfig(), "sm_90a", way) == "False"
 

@@ -125,19 +125,16 @@ class Beside:
         self.forked = False  # whether this is the forked process
 
     @staticmethod
-    def possible() -> bool:
-        """Whether this process has one thread, and a processor to spare."""
-        try:
-            return len(os.listdir("/proc/self/task")) == 1 and len(os.sched_getaffinity(0)) > 1
-        except (AttributeError, OSError):
-            return False
+    def worthwhile() -> bool:
+        """Whether this process can fork, and has a processor to spare."""
+        return _one_thread() and len(os.sched_getaffinity(0)) > 1
 
     @staticmethod
-    def known() -> bool:
-        """Whether this version of the DSL calls back between tracing and compiling."""
+    def possible() -> bool:
+        """Whether this process can fork, now that the DSL is imported, and the DSL calls back after tracing."""
         from cutlass.base_dsl.dsl import BaseDSL
 
-        return hasattr(BaseDSL, "trace_finalize_hooks")
+        return _one_thread() and hasattr(BaseDSL, "trace_finalize_hooks")
 
     def __enter__(self) -> Beside:
         return self
@@ -184,6 +181,14 @@ class Beside:
         child, self._child = self._child, None
         assert child is not None
         return os.waitpid(child, 0)[1]
+
+
+def _one_thread() -> bool:
+    """Whether the process is known to have no other thread, whose locks a forked process would never get."""
+    try:
+        return len(os.listdir("/proc/self/task")) == 1
+    except OSError:
+        return False
 
 
 def _operations(region: Any, name: str) -> Iterator[Any]:

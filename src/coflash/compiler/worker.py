@@ -99,7 +99,7 @@ def answer(job: bytes) -> dict[str, Any]:
             raise dsl.CompileError(
                 "the source of the kernels has changed since the calling process read it: start that again"
             )
-        fork = not report and host_code.Beside.possible()
+        fork = not report and host_code.Beside.worthwhile()
         if not fork:
             host_code.tvm_ffi_without_numpy()
         with contextlib.redirect_stdout(sys.stderr):
