@@ -49,7 +49,6 @@ _D64: dict[str, Any] = {
     "v_stages": 4,
     "q_stages": 2,
     "v_ahead": 1,
-    "minus_apart": True,
 }
 SM90_FORWARD = (
     _row(64, 64, masked=True, **_D64),
@@ -64,7 +63,6 @@ SM90_FORWARD = (
         q_stages=2,
         settle="before",
         v_ahead=2,
-        minus_apart=True,
     ),
     _row(96, 96, warpgroups=2, tile_n=128, k_stages=3, v_stages=3),
     _row(128, 128, masked=True, warpgroups=2, tile_n=128, k_stages=3, v_stages=3),
@@ -90,8 +88,6 @@ def sm90_forward(problem: Problem, overrides: Mapping[str, Any]) -> Any:
     if not held or problem.softcap != 0.0:
         # A running maximum has O wait for it; a softcap has exponentials of its own, and no registers to spare.
         chosen.pop("v_ahead", None)
-    if not held:
-        chosen.pop("minus_apart", None)
     groups = chosen["warpgroups"]
     chosen["pack_heads"] = packed_heads(problem, ROWS * groups, groups * positions(problem.group_size))
     computes = _features(problem)

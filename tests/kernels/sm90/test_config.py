@@ -50,7 +50,6 @@ def test_held_maximum_needs_bfloat16() -> None:
         ({"q_registers": 2, "head_dim": 72}, "none unless it is a multiple of 64"),
         ({"v_ahead": 8}, "v_ahead 8: fewer than the 8 steps"),
         ({"v_ahead": 1, "softmax": "online"}, "0 without a held maximum"),
-        ({"minus_apart": True, "softmax": "online"}, "minus_apart is of a held maximum"),
     ],
 )
 def test_refusals_name_the_field(fields: dict, said: str) -> None:

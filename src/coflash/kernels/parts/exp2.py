@@ -23,28 +23,16 @@ import struct
 from typing import Any
 
 from cutlass import Float32
-from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
 from coflash.exp2 import DEPRESSED as CUBIC
+from coflash.kernels.parts.inline import ptx
 
 
 @dsl_user_op
 def exp2(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
     """By the special-function unit."""
-    return Float32(
-        llvm.inline_asm(
-            T.f32(),
-            [Float32(x).ir_value(loc=loc, ip=ip)],
-            "ex2.approx.ftz.f32 $0, $1;",
-            "=f,f",
-            has_side_effects=False,
-            is_align_stack=False,
-            asm_dialect=llvm.AsmDialect.AD_ATT,
-            loc=loc,
-            ip=ip,
-        )
-    )
+    return Float32(ptx(T.f32(), "ex2.approx.ftz.f32 $0, $1;", "=f,f", x, pure=True, loc=loc, ip=ip))
 
 
 #: Registers that the functions below use, beside the pair itself.

@@ -1,8 +1,10 @@
 """Single instructions that the DSL has no word for, and bit-level views of a register."""
 
 from cutlass import Boolean, Float32, Int32, Int64, cute
-from cutlass._mlir.dialects import arith, llvm
+from cutlass._mlir.dialects import arith
 from cutlass.cutlass_dsl import T, dsl_user_op
+
+from coflash.kernels.parts.inline import ptx, run
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
@@ -11,36 +13,15 @@ LN_2 = 0.6931471805599453
 @dsl_user_op
 def times_zero_plus(word: Int32, to: Int32, *, loc=None, ip=None) -> Int32:
     """`word * 0 + to` of two bfloat16: NaN from the first infinity or NaN on."""
-    return Int32(
-        llvm.inline_asm(
-            T.i32(),
-            [Int32(word).ir_value(loc=loc, ip=ip), Int32(to).ir_value(loc=loc, ip=ip)],
-            "{.reg .b32 zero; mov.b32 zero, 0; fma.rn.bf16x2 $0, $1, zero, $2;}",
-            "=r,r,r",
-            has_side_effects=False,
-            is_align_stack=False,
-            asm_dialect=llvm.AsmDialect.AD_ATT,
-            loc=loc,
-            ip=ip,
-        )
-    )
+    text = "{.reg .b32 zero; mov.b32 zero, 0; fma.rn.bf16x2 $0, $1, zero, $2;}"
+    return Int32(ptx(T.i32(), text, "=r,r,r", word, to, pure=True, loc=loc, ip=ip))
 
 
 @dsl_user_op
 def load_matrices(address: Int32, *, loc=None, ip=None) -> list[Int32]:
     """Four 8 x 8 matrices of 16 bits from shared memory, whose rows lie where lanes 0..31 say."""
-    words = llvm.inline_asm(
-        llvm.StructType.get_literal([T.i32()] * 4),
-        [Int32(address).ir_value(loc=loc, ip=ip)],
-        "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];",
-        "=r,=r,=r,=r,r",
-        has_side_effects=True,
-        is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT,
-        loc=loc,
-        ip=ip,
-    )
-    return [Int32(llvm.extractvalue(T.i32(), words, [i], loc=loc, ip=ip)) for i in range(4)]
+    text = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
+    return [Int32(word) for word in run(text, [("r", T.i32())] * 4, [], [address])]
 
 
 def choose(condition: Boolean, yes, no):
@@ -83,60 +64,38 @@ def quad_sum(x: Float32) -> Float32:
     return x
 
 
-def kept(x: Float32) -> Float32:
-    """The same number, in a register: the compiler does not see how to work it out again where it is used."""
-    return Float32(
-        llvm.inline_asm(
-            T.f32(),
-            [x.ir_value()],
-            "mov.b32 $0, $1;",
-            "=f,f",
-            has_side_effects=False,
-            is_align_stack=False,
-            asm_dialect=llvm.AsmDialect.AD_ATT,
-        )
+def adjacent(low: Float32, high: Float32) -> tuple[Float32, Float32]:
+    """The same two numbers, in an aligned pair of registers (NaN may come back as another NaN, and a zero with it).
+
+    Minus zero is added to both as one float64, which changes no other number.  The assembler could see a constant
+    minus zero, and drop it; the block's y, always 0, it has to read."""
+    text = (
+        "{.reg .f64 both, nothing; .reg .b32 zero; mov.u32 zero, %ctaid.y; mov.b64 nothing, {zero, 0x80000000};"
+        " mov.b64 both, {$2, $3}; add.rn.f64 both, both, nothing; mov.b64 {$0, $1}, both;}"
     )
+    a, b = run(text, [("f", T.f32())] * 2, [], [low, high])
+    return Float32(a), Float32(b)
 
 
 @dsl_user_op
 def store_16_bytes(address: Int64, words, *, loc=None, ip=None) -> None:
     """Four registers to 16 aligned bytes of global memory."""
-    llvm.inline_asm(
-        None,
-        [Int64(address).ir_value(loc=loc, ip=ip)] + [Int32(word).ir_value(loc=loc, ip=ip) for word in words],
-        "st.global.v4.b32 [$0], {$1, $2, $3, $4};",
-        "l,r,r,r,r",
-        has_side_effects=True,
-        is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT,
-        loc=loc,
-        ip=ip,
-    )
+    ptx(None, "st.global.v4.b32 [$0], {$1, $2, $3, $4};", "l,r,r,r,r", address, *words, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def zero_16_shared_bytes(pointer: cute.Pointer, *, loc=None, ip=None) -> None:
     """16 aligned bytes of shared memory to zero."""
-    llvm.inline_asm(
-        None,
-        [pointer.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip)],
-        "st.shared.v4.b32 [$0], {0, 0, 0, 0};",
-        "r",
-        has_side_effects=True,
-        is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT,
-        loc=loc,
-        ip=ip,
-    )
+    ptx(None, "st.shared.v4.b32 [$0], {0, 0, 0, 0};", "r", pointer.toint(loc=loc, ip=ip), loc=loc, ip=ip)
 
 
 __all__ = [
     "LN_2",
     "LOG2_E",
+    "adjacent",
     "choose",
     "exchange",
     "exp2",
-    "kept",
     "least",
     "log2",
     "most",

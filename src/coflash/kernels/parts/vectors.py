@@ -11,8 +11,10 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, cute
 from cutlass._mlir import ir
-from cutlass._mlir.dialects import arith, llvm, math, nvvm, vector
+from cutlass._mlir.dialects import arith, math, nvvm, vector
 from cutlass.cutlass_dsl import T
+
+from coflash.kernels.parts import inline
 
 
 class Vector:
@@ -49,6 +51,9 @@ class Vector:
     def __getitem__(self, place: int) -> ir.Value:
         return vector.extract(self.value, [], [place])
 
+    def elements(self) -> list[ir.Value]:
+        return [self[place] for place in range(self.size)]
+
 
 def _scalar(x: Any) -> ir.Value:
     return x.ir_value() if hasattr(x, "ir_value") else Float32(x).ir_value()
@@ -63,6 +68,11 @@ def load(tensor: cute.Tensor) -> Vector:
 
 def store(tensor: cute.Tensor, values: Vector) -> None:
     tensor.store(cute.TensorSSA(values.value, tensor.shape, tensor.element_type))
+
+
+def gather(numbers: list[ir.Value]) -> Vector:
+    """Numbers of one type, in order."""
+    return Vector(vector.from_elements(ir.VectorType.get([len(numbers)], numbers[0].type), numbers))
 
 
 # ---- a thread's two rows of an accumulator ----
@@ -82,8 +92,7 @@ def join(halves: list[Vector]) -> Vector:
 
 def by_row(numbers: list[Float32], size: int) -> Vector:
     """A number for each of the two rows, once for each register of the row."""
-    pair = vector.from_elements(ir.VectorType.get([2], T.f32()), [x.ir_value() for x in numbers])
-    return Vector(pair).take([i // 2 % 2 for i in range(size)])
+    return gather([x.ir_value() for x in numbers]).take([i // 2 % 2 for i in range(size)])
 
 
 # ---- element by element ----
@@ -115,25 +124,13 @@ def pack(x: Vector, dtype: type[cutlass.Numeric]) -> list[Int32]:
     As instructions of their own, which the compiler leaves where they are.  It would move a conversion of its own
     past the branch that follows, away from the exponentials it should stand between."""
     kind = "bf16x2" if dtype is cutlass.BFloat16 else "f16x2"
-    return [
-        Int32(
-            llvm.inline_asm(
-                T.i32(),
-                [x[i + 1], x[i]],
-                f"cvt.rn.{kind}.f32 $0, $1, $2;",
-                "=r,f,f",
-                has_side_effects=False,
-                is_align_stack=False,
-                asm_dialect=llvm.AsmDialect.AD_ATT,
-            )
-        )
-        for i in range(0, x.size, 2)
-    ]
+    text = f"cvt.rn.{kind}.f32 $0, $1, $2;"
+    pairs = ((x[i + 1], x[i]) for i in range(0, x.size, 2))
+    return [Int32(inline.ptx(T.i32(), text, "=r,f,f", *pair, pure=True)) for pair in pairs]
 
 
 def words(registers: list[Int32]) -> Vector:
-    kind = ir.VectorType.get([len(registers)], T.i32())
-    return Vector(vector.from_elements(kind, [word.ir_value() for word in registers]))
+    return gather([word.ir_value() for word in registers])
 
 
 def unpack_bf16(words: Vector) -> tuple[Vector, Vector]:

@@ -12,10 +12,9 @@ from typing import Any
 
 from cutlass import Float32, Int32, Int64
 from cutlass._mlir import ir
-from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T
 
-from coflash.kernels.parts import exp2
+from coflash.kernels.parts import exp2, inline
 from coflash.kernels.sm100 import instructions as op
 
 MINUS_INFINITY = "0fFF800000"
@@ -25,7 +24,7 @@ def load(address: Int32, count: int) -> list[ir.Value]:
     """Start loading `count` columns of this thread's lane of tensor memory; `settle` waits for them."""
     results = ", ".join(f"${i}" for i in range(count))
     text = f"tcgen05.ld.sync.aligned.32x32b.x{count}.b32 {{{results}}}, [${count}];"
-    return _run(text, [("f", T.f32())] * count, [], [address])
+    return inline.run(text, [("f", T.f32())] * count, [], [address])
 
 
 def settle(
@@ -70,7 +69,7 @@ def settle(
     for i in range(0, count if tops else 0, 2):
         top = count + i // 2 % len(tops)
         lines.append(f"max.f32 ${top}, ${top}, ${i}, ${i + 1};")
-    results = _run(_block(lines), in_out, [*chunk, *tops], extra)
+    results = inline.run(inline.block(lines), in_out, [*chunk, *tops], extra)
     return results[:count], results[count:]
 
 
@@ -108,7 +107,7 @@ def probabilities(
         lines.append(f"mov.b64 {total}, pair;" if first else f"add.rn.f32x2 {total}, {total}, pair;")
         lines.append(f"cvt.rn.{_packed(dtype)}.f32 ${i}, hi, lo;")
     untied = words if tied else words + totals
-    out = _run(_block(lines), results, tied, [*chunk, *factors], tied_from=untied)
+    out = inline.run(inline.block(lines), results, tied, [*chunk, *factors], tied_from=untied)
     return out[:words], out[words:]
 
 
@@ -120,7 +119,7 @@ def scaled(chunk: list[ir.Value], factor: Int64) -> list[ir.Value]:
         lines.append(f"mov.b64 pair, {{${i}, ${i + 1}}};")
         lines.append(f"mul.rn.f32x2 pair, pair, ${2 * count};")
         lines.append(f"mov.b64 {{${i}, ${i + 1}}}, pair;")
-    return _run(_block(lines), [("f", T.f32())] * count, chunk, [factor])
+    return inline.run(inline.block(lines), [("f", T.f32())] * count, chunk, [factor])
 
 
 def rounded(chunk: list[ir.Value], factor: Int64, dtype: str) -> list[ir.Value]:
@@ -132,7 +131,7 @@ def rounded(chunk: list[ir.Value], factor: Int64, dtype: str) -> list[ir.Value]:
         lines.append(f"mul.rn.f32x2 pair, pair, ${words + len(chunk)};")
         lines.append("mov.b64 {lo, hi}, pair;")
         lines.append(f"cvt.rn.{_packed(dtype)}.f32 ${i}, hi, lo;")
-    return _run(_block(lines), [("r", T.i32())] * words, [], [*chunk, factor], early=True)
+    return inline.run(inline.block(lines), [("r", T.i32())] * words, [], [*chunk, factor], early=True)
 
 
 def store(address: Int32, chunk: list[ir.Value]) -> None:
@@ -140,7 +139,7 @@ def store(address: Int32, chunk: list[ir.Value]) -> None:
     count = len(chunk)
     operands = ", ".join(f"${i + 1}" for i in range(count))
     text = f"tcgen05.st.sync.aligned.32x32b.x{count}.b32 [$0], {{{operands}}};"
-    _run(text, [], [], [address, *chunk])
+    inline.run(text, [], [], [address, *chunk])
 
 
 def _from(word: str, bound: str, first: int) -> list[str]:
@@ -154,38 +153,3 @@ def _from(word: str, bound: str, first: int) -> list[str]:
 
 def _packed(dtype: str) -> str:
     return {"bf16": "bf16x2", "fp16": "f16x2"}[dtype]
-
-
-def _block(lines: list[str]) -> str:
-    return "{\n" + "\n".join(lines) + "\n}"
-
-
-def _run(
-    text: str,
-    results: list[tuple[str, ir.Type]],
-    tied: list[Any],
-    operands: list[Any],
-    tied_from: int = 0,
-    early: bool = False,
-) -> list[ir.Value]:
-    """Inline PTX with these results; `tied` operands share the registers of the results from `tied_from` on."""
-    kinds = {T.f32(): "f", T.i32(): "r", T.i64(): "l"}
-    values = [op.value(x) for x in (*tied, *operands)]
-    # A result that is written while operands are still to be read must not share their registers.
-    constraints = [
-        f"=&{kind}" if early or i < tied_from else f"={kind}" for i, (kind, _) in enumerate(results)
-    ]
-    constraints += [str(tied_from + i) for i in range(len(tied))]
-    constraints += [kinds[x.type] for x in values[len(tied) :]]
-    types = [type_ for _, type_ in results]
-    joined = llvm.StructType.get_literal(types) if types else None
-    out = llvm.inline_asm(
-        joined,
-        values,
-        text,
-        ",".join(constraints),
-        has_side_effects=True,
-        is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT,
-    )
-    return [llvm.extractvalue(type_, out, [i]) for i, type_ in enumerate(types)]

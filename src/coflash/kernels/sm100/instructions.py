@@ -11,43 +11,16 @@ from typing import Any
 
 import cutlass
 from cutlass import Float32, Int32, Int64
-from cutlass._mlir import ir
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 from cutlass.experimental import primitives as prims
+
+from coflash.kernels.parts.inline import ptx
 
 SHARED, TENSOR = 3, 6  # LLVM address spaces
 PEER_MASK = (
     0xFEFFFFFF - 2**32
 )  # clears the bit of a shared address that tells a pair's CTAs apart: the leader's
-
-
-def ptx(
-    result: Any,
-    text: str,
-    constraints: str,
-    *operands: Any,
-    pure: bool = False,
-    loc: Any = None,
-    ip: Any = None,
-) -> Any:
-    """One piece of inline PTX. `pure` lets the compiler move it, merge it and drop it."""
-    return llvm.inline_asm(
-        result,
-        [value(operand) for operand in operands],
-        text,
-        constraints,
-        has_side_effects=not pure,
-        is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT,
-        loc=loc,
-        ip=ip,
-    )
-
-
-def value(register: Any) -> ir.Value:
-    """The MLIR value of a register, with or without the DSL's wrapper."""
-    return register if isinstance(register, ir.Value) else register.ir_value()
 
 
 def shared(address: Int32, element: Any = Int64) -> cutlass.Pointer:

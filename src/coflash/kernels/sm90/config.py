@@ -53,9 +53,6 @@ class ForwardConfig:
     dynamic: bool = True  # tiles are handed out by a counter; else every block strides through them
     blocks_per_sm: int = 1
     q_registers: int = 0  # steps of 16 columns of Q that stay in registers
-    minus_apart: bool = (
-        False  # minus the held reference has registers of its own, else it is negated where used
-    )
     v_ahead: int = (
         0  # steps of 16 keys of O += P V issued before the exponentials, the rest among them; 0: all
     )
@@ -84,8 +81,6 @@ class ForwardConfig:
                 f"v_ahead {self.v_ahead}: fewer than the {self.tile_n // 16} steps of a block,"
                 " and 0 without a held maximum"
             )
-        if self.minus_apart and self.softmax != "held":
-            raise ValueError("minus_apart is of a held maximum")
         if self.warpgroups not in REGISTER_SPLIT:
             raise ValueError(f"warpgroups {self.warpgroups}: one of {sorted(REGISTER_SPLIT)}")
         if not positions(self.pack_heads):

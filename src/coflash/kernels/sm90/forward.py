@@ -1,6 +1,5 @@
 """Attention forward for Hopper (sm_90a)."""
 
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import cutlass
@@ -17,6 +16,7 @@ from coflash.kernels.parts.ring import Ring
 from coflash.kernels.parts.softmax import RowState
 from coflash.kernels.parts.store import store_rows
 from coflash.kernels.sm90.config import ROWS, WARPGROUP, WORK_SLOTS, ForwardConfig
+from coflash.kernels.sm90.products import make_mma, multiply
 
 DTYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 
@@ -106,6 +106,9 @@ class Forward:
             shape=(batch, heads_q, heads_kv, seqlen_q, seqlen_k),
             **{name: given.get(name) for name in Operands._fields if name != "shape"},
         )
+        if not config.softcap:
+            # On the host: a multiply-add can take a kernel's argument from a uniform register, and spares a read.
+            operands = operands._replace(softmax_scale=operands.softmax_scale * ptx.LOG2_E)
         tile_heads = heads_kv if config.pack_heads > 1 else heads_q
         m_blocks = cute.ceil_div(seqlen_q, config.positions * config.warpgroups)
         grid = ptx.least(m_blocks * tile_heads * batch, given["num_blocks"])
@@ -665,10 +668,8 @@ class Forward:
         slots = Ring(storage.work_full.data_ptr(), storage.work_empty.data_ptr(), WORK_SLOTS, False)
         work = View(storage.work.get_tensor(cute.make_layout((WORDS, WORK_SLOTS))))
         failed = View(storage.failed.get_tensor(cute.make_layout((16, WORK_SLOTS))))  # a word for each warp
-        scale = operands.softmax_scale * ptx.LOG2_E
-        if cutlass.const_expr(c.softcap):
-            scale = Float32(ptx.LOG2_E)
-        state = RowState(scale, self.dtype, c.softmax == "held", c.minus_apart)
+        scale = Float32(ptx.LOG2_E) if c.softcap else operands.softmax_scale
+        state = RowState(scale, self.dtype, c.softmax == "held")
         side = Warpgroup(
             self,
             group,
@@ -757,10 +758,10 @@ class Warpgroup(Fixture):
         c = self.config
         q = self.q[None, None, None, self.group * c.q_stages + self.q_ring.stage]
         k = self.k[None, None, None, self.k_ring.stage]
-        gemm(self.scores_mma, scores, q, k, fresh=True, which=range(c.q_registers, c.tile_d // 16))
+        multiply(self.scores_mma, scores, q, k, fresh=True, steps=range(c.q_registers, c.tile_d // 16))
         if c.q_registers:
             _, kept_q, kept_mma = self.kept
-            gemm(kept_mma, scores, kept_q, k, fresh=False, which=range(c.q_registers))
+            multiply(kept_mma, scores, kept_q, k, fresh=False, steps=range(c.q_registers))
         warpgroup.commit_group()
         return scores
 
@@ -786,10 +787,10 @@ class Warpgroup(Fixture):
         """Issue what `multiply_v(steps)` left."""
         self.issue_v(range(steps, self.config.tile_n // 16))
 
-    def issue_v(self, which: range) -> None:
+    def issue_v(self, steps: range) -> None:
         warpgroup.fence()
         v = self.v[None, None, None, self.v_ring.stage]
-        gemm(self.out_mma, self.out, self.probabilities, v, fresh=False, which=which)
+        multiply(self.out_mma, self.out, self.probabilities, v, fresh=False, steps=steps)
         warpgroup.commit_group()
 
     def release(self, of: Ring) -> None:
@@ -935,6 +936,8 @@ class Warpgroup(Fixture):
         else:
             self.state.raise_reference(scores)
         self.state.exponentials(scores, held=c.softmax == "held")
+        if c.softmax == "held":
+            self.state.settle_reference()
         block = self.state.sums(scores)
         self.state.pack(scores, self.words)
         self.state.add_packed(self.words, block, first=True)
@@ -1006,7 +1009,7 @@ class Warpgroup(Fixture):
                 )
                 q = self.q[None, None, None, self.group * c.q_stages + self.q_ring.stage]
                 warpgroup.fence()
-                gemm(
+                multiply(
                     self.narrow.mma,
                     scores,
                     q,
@@ -1024,7 +1027,7 @@ class Warpgroup(Fixture):
                 self.state.add_packed(self.narrow.words, block)
                 warpgroup.fence()
                 v = self.narrow.v[None, None, None, part, self.v_ring.stage]
-                gemm(self.out_mma, self.out, self.narrow.probabilities, v, fresh=False)
+                multiply(self.out_mma, self.out, self.narrow.probabilities, v, fresh=False)
                 warpgroup.commit_group()
                 warpgroup.wait_group(0)
                 part = part + 1
@@ -1170,21 +1173,6 @@ def q_head_mode(config: ForwardConfig) -> int:
 
 def k_head_mode(config: ForwardConfig) -> int:
     return 1 if config.packed_k else 2
-
-
-def make_mma(dtype, shape, b_major, a_source):
-    return hopper.make_trivial_tiled_mma(
-        dtype, dtype, OperandMajorMode.K, b_major, Float32, (1, 1, 1), shape, a_source
-    )
-
-
-def gemm(mma, out, a, b, fresh: bool, which: Iterable[int] | None = None) -> None:
-    """Issue out (+)= a b, of all steps of 16 or of those in `which`; `fresh` starts from zero."""
-    atom = cute.make_mma_atom(mma.op)  # an atom of its own: the accumulate flag is state
-    atom.set(warpgroup.Field.ACCUMULATE, not fresh)
-    for i in range(cute.size(a, mode=[2])) if which is None else which:
-        cute.gemm(atom, out, a[None, None, i], b[None, None, i], out)
-        atom.set(warpgroup.Field.ACCUMULATE, True)
 
 
 def partition(atom, shared, source):
