@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import pytest
@@ -187,8 +186,8 @@ def test_every_row_of_the_table_is_used():
     used = set()
     for dim in range(8, 257, 8):
         for dim_v in {dim, 128 if dim == 192 else dim, 256}:
-            for masked, keys in itertools.product((False, True), (1024, 16384)):
-                problem = replace(BASE, head_dim=dim, head_dim_v=dim_v, causal=masked, seqlen_k=keys)
+            for masked in (False, True):
+                problem = replace(BASE, head_dim=dim, head_dim_v=dim_v, causal=masked)
                 used.add(id(choices._first(choices.SM90_FORWARD, problem, masked)))
     assert used == {id(choice.fields) for choice in choices.SM90_FORWARD}
 

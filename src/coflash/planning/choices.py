@@ -28,41 +28,28 @@ class Choice:
     head_dim: int  # at most
     head_dim_v: int  # at most
     masked: bool | None  # causal or windowed
-    seqlen_k: int | None  # at most
     fields: Mapping[str, Any]
 
 
-def _row(
-    head_dim: int, head_dim_v: int, masked: bool | None = None, seqlen_k: int | None = None, **chosen: Any
-) -> Choice:
-    return Choice(head_dim, head_dim_v, masked, seqlen_k, chosen)
+def _row(head_dim: int, head_dim_v: int, masked: bool | None = None, **chosen: Any) -> Choice:
+    return Choice(head_dim, head_dim_v, masked, chosen)
 
 
 # Hopper. A tile has 64 rows for each computing warpgroup. More of them share a block's K and V (less traffic from
 # L2, more warps to hide exponentials) but leave a thread fewer registers, so narrower blocks of keys. Shared memory
-# (227 KB) decides the stages: with masks, whose tiles are short, a third stage of K and V is worth more than a second
-# one of Q.
-_D64: dict[str, Any] = {
-    "warpgroups": 4,
-    "tile_n": 64,
-    "k_stages": 4,
-    "v_stages": 4,
-    "q_stages": 2,
-    "v_ahead": 1,
-}
+# (227 KB) decides the stages: at head_dim 128 with masks, whose tiles are short, a third stage of K and V is worth more
+# than a second one of Q.
 SM90_FORWARD = (
-    _row(64, 64, masked=True, **_D64),
-    _row(64, 64, seqlen_k=8192, **_D64),
     _row(
         64,
         64,
-        warpgroups=3,
-        tile_n=128,
-        k_stages=3,
-        v_stages=3,
+        warpgroups=4,
+        tile_n=64,
+        k_stages=4,
+        v_stages=4,
         q_stages=2,
-        settle="before",
-        v_ahead=2,
+        v_ahead=1,
+        in_place=False,
     ),
     _row(96, 96, warpgroups=2, tile_n=128, k_stages=3, v_stages=3),
     _row(128, 128, masked=True, warpgroups=2, tile_n=128, k_stages=3, v_stages=3),
@@ -70,7 +57,6 @@ SM90_FORWARD = (
     _row(192, 128, warpgroups=2, tile_n=128),
     _row(192, 192, warpgroups=2, tile_n=96),
     _row(96, 256, warpgroups=2, tile_n=64, k_stages=3, v_stages=2),
-    _row(256, 256, masked=True, warpgroups=2, tile_n=64, k_stages=3, v_stages=2, q_registers=4),
     _row(256, 256, warpgroups=2, tile_n=64, k_stages=2, v_stages=3, q_registers=4),
 )
 
@@ -151,8 +137,7 @@ def _features(problem: Problem) -> dict[str, Any]:
 def _first(table: tuple[Choice, ...], problem: Problem, masked: bool) -> Mapping[str, Any]:
     for choice in table:
         fits = problem.head_dim <= choice.head_dim and problem.head_dim_v <= choice.head_dim_v
-        short = choice.seqlen_k is None or problem.seqlen_k <= choice.seqlen_k
-        if fits and short and choice.masked in (None, masked):
+        if fits and choice.masked in (None, masked):
             return choice.fields
     raise AssertionError("the table's last row fits every head dim that a kernel takes")
 

@@ -18,7 +18,7 @@ NAMES = {
 _BASE = Problem(torch.bfloat16, "cuda", 128, 128, 16, 16, 2, 4096, 4096)
 
 
-# The table of choices tells short keys from long ones, and few queries of a grouped head from many.
+# Planning tells few queries of a grouped head from many, and on Blackwell few tiles from many.
 LENGTHS = (1024, 16384)
 FEW_QUERIES = 1
 

@@ -23,14 +23,24 @@ pytestmark = [
 ]
 
 D128 = {"head_dim": 128, "head_dim_v": 128, "q_stages": 2}
-D64 = {"warpgroups": 4, "tile_n": 64, "k_stages": 4, "v_stages": 4, "q_stages": 2}
+D64 = {
+    "warpgroups": 4,
+    "tile_n": 64,
+    "k_stages": 4,
+    "v_stages": 4,
+    "q_stages": 2,
+    "v_ahead": 1,
+    "in_place": False,
+}
 PACKED = {"packed_q": True, "packed_k": True}
 KINDS: dict[str, dict[str, Any]] = {
     "d128 causal": {**D128, "bounded_right": True},
-    "d64": {"warpgroups": 3, "k_stages": 3, "v_stages": 3, "q_stages": 2, "settle": "before"},
+    "d64": D64,
+    "d64, three warpgroups": {"warpgroups": 3, "k_stages": 3, "v_stages": 3, "q_stages": 2},
     "d64 causal": {**D64, "bounded_right": True},
     "d256 window": {
-        "head_dim": 256, "head_dim_v": 256, "tile_n": 64, "k_stages": 3, "bounded_left": True, "bounded_right": True
+        "head_dim": 256, "head_dim_v": 256, "tile_n": 64, "v_stages": 3, "q_registers": 4,
+        "bounded_left": True, "bounded_right": True
     },
     "d192, v128": {"head_dim": 192, "head_dim_v": 128, "bounded_right": True},
     "d192": {"head_dim": 192, "head_dim_v": 192, "tile_n": 96},

@@ -98,22 +98,14 @@ class RowState(Fixture):
         shifted = scores_now * self.scale + vectors.by_row(minus, size)
         vectors.store(scores, vectors.exp2(shifted))
 
-    def add(self, scores: cute.Tensor, block: list[Float32]) -> None:
-        """A block's probabilities into the row sums: `block` is what `sums` made of them.
+    def add(self, words: cute.Tensor, block: list[Float32], first: bool = False) -> None:
+        """A block into the row sums: `words` are its packed probabilities, `block` is what `sums` made of them.
 
         What divides the output should be the sum of what its product used, P rounded to 16 bits: with a held
         maximum a dominating probability is no power of two, and its rounding would not cancel in the quotient.
-        Unpacking every element costs, and matters only where one element is most of its row: a warp takes it on
-        for blocks that hold more than 2/3 of some thread's sum.  The sum itself stays exact, for the log-sum-exp."""
-        if self.rounded_sum:
-            with when(self.heavy(block)):
-                self.add_rounding(vectors.words(vectors.pack(vectors.load(scores), self.dtype)), block)
-        for half in range(2):
-            self.sum[half] = self.sum[half] + block[half]
-
-    def add_packed(self, words: cute.Tensor, block: list[Float32], first: bool = False) -> None:
-        """The same from packed probabilities, off the way from the exponentials to the next product.  The first
-        block's largest probability is 1: it has no need of the rounding."""
+        (The first block's largest is 1.)  Unpacking every element costs, and matters only where one element is most
+        of its row: a warp takes it on for blocks that hold more than 2/3 of some thread's sum.  The sum itself stays
+        exact, for the log-sum-exp."""
         if self.rounded_sum and not first:
             with when(self.heavy(block)):
                 self.add_rounding(vectors.load(words), block)

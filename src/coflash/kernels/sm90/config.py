@@ -49,10 +49,10 @@ class ForwardConfig:
     v_stages: int = 2
     q_stages: int = 1
     softmax: str = "held"  # "held": the first block's maximum is kept; "online": the running maximum
-    settle: str = "after"  # row sums are settled after P is packed, or "before" its product is waited for
     dynamic: bool = True  # tiles are handed out by a counter; else every block strides through them
     blocks_per_sm: int = 1
     q_registers: int = 0  # steps of 16 columns of Q that stay in registers
+    in_place: bool = True  # probabilities are made in the registers of their scores, else in others
     v_ahead: int = (
         0  # steps of 16 keys of O += P V issued before the exponentials, the rest among them; 0: all
     )
@@ -65,8 +65,6 @@ class ForwardConfig:
                 raise ValueError(f"{name} {dim}: multiples of 8 up to 256")
         if self.softmax not in ("held", "online"):
             raise ValueError(f"softmax {self.softmax!r}: held or online")
-        if self.settle not in ("before", "after"):
-            raise ValueError(f"settle {self.settle!r}: before or after")
         if self.softmax == "held" and self.dtype != "bf16":
             raise ValueError("a held maximum needs bf16's range for P: fp16 takes softmax='online'")
         if self.tile_n % 16 or not 16 <= self.tile_n <= 256:

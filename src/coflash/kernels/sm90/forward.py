@@ -106,9 +106,6 @@ class Forward:
             shape=(batch, heads_q, heads_kv, seqlen_q, seqlen_k),
             **{name: given.get(name) for name in Operands._fields if name != "shape"},
         )
-        if not config.softcap:
-            # On the host: a multiply-add can take a kernel's argument from a uniform register, and spares a read.
-            operands = operands._replace(softmax_scale=operands.softmax_scale * ptx.LOG2_E)
         tile_heads = heads_kv if config.pack_heads > 1 else heads_q
         m_blocks = cute.ceil_div(seqlen_q, config.positions * config.warpgroups)
         grid = ptx.least(m_blocks * tile_heads * batch, given["num_blocks"])
@@ -668,7 +665,7 @@ class Forward:
         slots = Ring(storage.work_full.data_ptr(), storage.work_empty.data_ptr(), WORK_SLOTS, False)
         work = View(storage.work.get_tensor(cute.make_layout((WORDS, WORK_SLOTS))))
         failed = View(storage.failed.get_tensor(cute.make_layout((16, WORK_SLOTS))))  # a word for each warp
-        scale = Float32(ptx.LOG2_E) if c.softcap else operands.softmax_scale
+        scale = Float32(ptx.LOG2_E) if c.softcap else operands.softmax_scale * ptx.LOG2_E
         state = RowState(scale, self.dtype, c.softmax == "held")
         side = Warpgroup(
             self,
@@ -758,7 +755,15 @@ class Warpgroup(Fixture):
         c = self.config
         q = self.q[None, None, None, self.group * c.q_stages + self.q_ring.stage]
         k = self.k[None, None, None, self.k_ring.stage]
-        multiply(self.scores_mma, scores, q, k, fresh=True, steps=range(c.q_registers, c.tile_d // 16))
+        multiply(
+            self.scores_mma,
+            scores,
+            q,
+            k,
+            fresh=True,
+            steps=range(c.q_registers, c.tile_d // 16),
+            in_place=c.in_place,
+        )
         if c.q_registers:
             _, kept_q, kept_mma = self.kept
             multiply(kept_mma, scores, kept_q, k, fresh=False, steps=range(c.q_registers))
@@ -940,7 +945,7 @@ class Warpgroup(Fixture):
             self.state.settle_reference()
         block = self.state.sums(scores)
         self.state.pack(scores, self.words)
-        self.state.add_packed(self.words, block, first=True)
+        self.state.add(self.words, block, first=True)
         j = j - 1
         if c.bounded_right:
             j = self.steps(j, ptx.most(clear_high, clear_low), limits, True)
@@ -980,15 +985,12 @@ class Warpgroup(Fixture):
             else:
                 self.state.exponentials(scores, held=c.softmax == "held")
             block = self.state.sums(scores)
-            if cutlass.const_expr(c.settle == "before"):
-                self.state.add(scores, block)
             warpgroup.wait_group(0)
             self.release(self.v_ring)
             if cutlass.const_expr(c.softmax == "online"):
                 self.state.rescale(self.out, factors, moved)
             self.state.pack(scores, self.words)
-            if cutlass.const_expr(c.settle == "after"):
-                self.state.add_packed(self.words, block)
+            self.state.add(self.words, block)
             j = j - 1
         return j
 
@@ -1024,7 +1026,7 @@ class Warpgroup(Fixture):
                 self.state.exponentials(scores)
                 block = self.state.sums(scores)
                 self.state.pack(scores, self.narrow.words)
-                self.state.add_packed(self.narrow.words, block)
+                self.state.add(self.narrow.words, block)
                 warpgroup.fence()
                 v = self.narrow.v[None, None, None, part, self.v_ring.stage]
                 multiply(self.out_mma, self.out, self.narrow.probabilities, v, fresh=False)

@@ -39,14 +39,16 @@ def multiply(
     b: cute.Tensor,
     fresh: bool,
     steps: Iterable[int] | None = None,
+    in_place: bool = False,
 ) -> None:
     """Issue out (+)= a b, of all steps of 16 or of those given; `fresh` starts from zero.
 
-    `out` is in registers, `b` in shared memory, `a` in either: partitions of `mma`, of one stage."""
+    `out` is in registers, `b` in shared memory, `a` in either: partitions of `mma`, of one stage.  With `in_place` a
+    fresh product, too, is said to read `out`: the assembler then keeps what is made of it in the same registers."""
     steps = list(range(cute.size(a, mode=[2])) if steps is None else steps)
     columns = mma.op.shape_mnk[1]
     count = columns // 2  # accumulator registers of a thread
-    tied = [] if fresh else vectors.load(out).elements()
+    tied = [] if fresh and not in_place else vectors.load(out).elements()
     operands: list[ir.Value] = []
     lines = [
         ".reg .pred no, yes;",
