@@ -6,11 +6,12 @@ import re
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 pytest.importorskip("cutlass")
 
-from coflash.compiler import compile_to  # noqa: E402
+from coflash.compiler import compile_to, resources  # noqa: E402
 from coflash.kernels.sm90.config import ForwardConfig  # noqa: E402
 from coflash.planning.choices import SM90_FORWARD  # noqa: E402
 
@@ -39,6 +40,27 @@ def check(config: ForwardConfig, folder: Path) -> None:
     expected[config.tile_d_v] += (loops + 1) * (config.tile_n // 16) + exact * (config.exact_n // 16)
     found = Counter(int(n) for n in re.findall(r"wgmma\.mma_async\S*m64n(\d+)k16", ptx))
     assert found == +expected
+    if config.softmax == "held" and not config.softcap:
+        check_operands(compiled.cubin.read_bytes())
+
+
+def check_operands(cubin: bytes) -> None:
+    """A score becomes an exponent by score * scale - reference. References of a thread's two rows must lie in
+    adjacent registers, which two banks hold: else the operand cache serves scale alone.
+
+    An instruction is 16 bytes. 0x223 in the lowest 12 bits multiplies and adds registers, 0xC23 with the second
+    factor in a uniform register; the third operand is in bits 64 to 71, bit 75 negates it, bits 122 to 124 say which
+    operands are kept for the next instruction."""
+    ((_, text),) = [(n, s) for n, s in resources._sections(cubin).items() if n.startswith(".text.")]
+    low, high = np.frombuffer(text.data, "<u8").reshape(-1, 2).T
+    kind = low & 0xFFF
+    chosen = ((kind == 0x223) | (kind == 0xC23)) & (high >> np.uint64(11) & 1 == 1)
+    high, uniform = high[chosen], kind[chosen] == 0xC23
+    subtracted = Counter((high & 0xFF).tolist())
+    (one, times), (other, as_often) = subtracted.most_common(2)
+    assert times == as_often and one ^ other == 1, subtracted
+    kept = sum((high >> np.uint64(58 + operand)) & 1 for operand in range(3))
+    assert (kept + uniform >= 2).mean() > 0.3  # all but those of blocks with masks, whose order is another
 
 
 def _squeezed(ptx: str) -> str:
