@@ -144,8 +144,17 @@ def test_without_a_linker(tmp_path, monkeypatch):
         host_code.link(host_code.HostCode(b"", ()), tmp_path / "x.so")
 
 
+def test_a_linker_named_by_a_relative_path(tmp_path, monkeypatch):
+    script = tmp_path / "linker"
+    script.write_text("#!/bin/sh\nexit 0\n")
+    script.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CC", "./linker")
+    host_code.link(host_code.HostCode(b"", ()), tmp_path / "x.so")
+
+
 FORKING = """
-import contextlib, pickle, sys
+import contextlib, os, pickle, sys, tempfile, time
 from coflash.compiler import dsl, host_code
 empty = host_code._empty_kernels
 
@@ -157,9 +166,37 @@ def differs(module):
     from cutlass._mlir import ir
     module.operation.attributes["different"] = ir.StringAttr.get("yes", module.context)
 
+def interrupted():
+    child = forks()
+    if child == 0:
+        raise KeyboardInterrupt
+    return child
+
+def killed_at_work():
+    from cutlass.cutlass_dsl import tvm_ffi_provider
+    rename, finish = tvm_ffi_provider.rename_tvm_ffi_function, host_code.Beside.finish
+    parent, (read, write) = os.getpid(), os.pipe()
+
+    def hangs(*arguments):
+        rename(*arguments)
+        os.write(write, b"!")
+        time.sleep(60)
+
+    def fails(self, compiled):
+        if os.getpid() == parent and os.read(read, 1):
+            raise ValueError("the parent fails")
+        return finish(self, compiled)
+
+    tvm_ffi_provider.rename_tvm_ffi_function, host_code.Beside.finish = hangs, fails
+
+forks = os.fork
 what, way = sys.argv[1:]
+if way == "interrupted":
+    os.fork = interrupted
+if way == "killed at work":
+    killed_at_work()
 if way == "unknown":
-    host_code._MACHINE_CODE = b"something else"
+    host_code._MAGIC = b"something else"
 if way == "another thread":
     import threading
     threading.Thread(target=threading.Event().wait, daemon=True).start()
@@ -168,38 +205,48 @@ if way == "no callback":
     del cutlass.base_dsl.dsl.BaseDSL.trace_finalize_hooks
 host_code._empty_kernels = {"dies": dies, "differs": differs}.get(way, empty)
 job = *pickle.loads(bytes.fromhex(what)), False, "f"
-beside = dsl._run_dsl(*job, fork=True)
+try:
+    beside = dsl._run_dsl(*job, fork=True)
+except dsl.CompileError as error:
+    beside = None
+    assert way == "killed at work" and "the parent fails" in str(error)
 if way == "as without":
     plain = dsl._run_dsl(*job)
     assert beside.ptx == plain.ptx and beside.cubin == plain.cubin and beside.arguments == plain.arguments
-    name, image = beside.host_code.embedded
-    assert beside.cubin in image and image in plain.host_code.made
-    assert image not in beside.host_code.made and plain.host_code.embedded is None
-print(beside is not None)
+    _, image = beside.host_code.image
+    assert beside.cubin in image and image in plain.host_code.object_file
+    assert image not in beside.host_code.object_file and plain.host_code.image is None
+print(beside is not None, [name for name in os.listdir(tempfile.gettempdir()) if "coflash" in name])
 """
 
 
-def forking(kernel, config, arch, way):
-    """What a process says that makes host code in another, `way` being what happens there."""
+def forking(folder, kernel, config, arch, way):
+    """Whether a process gets host code that it makes in another, `way` being what happens there."""
     what = pickle.dumps((kernel, config, arch)).hex()
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OPENBLAS_NUM_THREADS": "1"}
+    environment["TMPDIR"] = str(folder)
     command = [sys.executable, "-c", FORKING, what, way]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    found, left = done.stdout.strip().split(" ", 1)
+    assert left == "[]"
+    return found == "True"
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-def test_host_code_made_beside_a_kernel_is_the_same(arch):
-    assert forking(KERNEL, ScaleConfig(), arch, "as without") == "True"
+def test_host_code_made_beside_a_kernel_is_the_same(arch, tmp_path):
+    assert forking(tmp_path, KERNEL, ScaleConfig(), arch, "as without")
     problem = Problem(torch.bfloat16, "cuda", 64, 64, 4, 4, 2, 512, 512, causal=True)
     plan = planning.plan(problem, planning.typical(arch), backend="kernel")
-    assert forking(plan.kernel, plan.config, plan.arch, "works") == "True"
+    assert forking(tmp_path, plan.kernel, plan.config, plan.arch, "works")
 
 
-@pytest.mark.parametrize("way", ["dies", "differs", "unknown", "no callback", "another thread"])
-def test_host_code_that_cannot_be_made_beside_a_kernel(way):
-    assert forking(KERNEL, ScaleConfig(), "sm_90a", way) == "False"
+@pytest.mark.parametrize(
+    "way",
+    ["dies", "differs", "unknown", "no callback", "another thread", "interrupted", "killed at work"],
+)
+def test_host_code_that_cannot_be_made_beside_a_kernel(way, tmp_path):
+    assert not forking(tmp_path, KERNEL, ScaleConfig(), "sm_90a", way)
 
 
 @pytest.fixture(scope="module")

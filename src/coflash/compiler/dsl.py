@@ -148,7 +148,7 @@ def _run_dsl(
                 no_jit_engine=True,  # the host code is exported, never run here
                 **({"trace_finalize_hooks": beside.fork} if beside else {}),
             )
-            code = beside.finish(compiled) if beside else host_code.compile_here(compiled, function)
+            code = beside.finish(compiled) if beside else host_code.compile_here(compiled, function, dump)
         except Exception as error:
             raise CompileError(f"{kernel_name} for {arch}, {config}:\n{error}\n{log.getvalue()}") from error
     if code is None:

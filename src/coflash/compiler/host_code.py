@@ -2,7 +2,7 @@
 
 Making it takes a quarter of a second: the checks of arguments that tvm-ffi's calling convention wants are
 two thousand operations, built in Python and compiled by LLVM. None of it depends on what the kernel computes,
-so a process forked after tracing can do it while this one compiles the kernel (`Beside`).
+so a process forked after tracing can do it while its parent compiles the kernel (`Beside`).
 """
 
 from __future__ import annotations
@@ -33,18 +33,13 @@ HOST_TARGETS = {
 
 
 class HostCode(NamedTuple):
-    made: bytes  # an object file
+    object_file: bytes
     libraries: tuple[str, ...]  # that it needs
-    embedded: tuple[str, bytes] | None = None  # what it refers to by name and holds not
+    image: tuple[str, bytes] | None = None  # machine code that the object refers to: its symbol and contents
 
 
-def compile_here(compiled: Any, function: str) -> HostCode:
-    """The host code of a compiled kernel, the machine code within it."""
-    return HostCode(_object(compiled, function), _libraries())
-
-
-def _object(compiled: Any, function: str) -> bytes:
-    """An object file for the baseline processor that exports the tvm-ffi function under the name `function`."""
+def compile_here(compiled: Any, function: str, folder: str) -> HostCode:
+    """Host code for the baseline processor that exports the tvm-ffi function under the name `function`."""
     from cutlass.cutlass_dsl.tvm_ffi_provider import rename_tvm_ffi_function
 
     machine = platform.machine()
@@ -52,23 +47,19 @@ def _object(compiled: Any, function: str) -> bytes:
         raise CompileError(f"host code can be made for {', '.join(HOST_TARGETS)}, not for {machine}")
     triple, cpu = HOST_TARGETS[machine]
     module = compiled.ir_module  # nobody else has a use for it, so it can be changed
-    with module.context, tempfile.TemporaryDirectory(prefix="coflash-") as folder:
+    path = Path(folder, "kernel.o")
+    with module.context:
         rename_tvm_ffi_function(module, compiled.function_name, function)
-        path = os.path.join(folder, "kernel.o")
         compiled.export_provider.mlirExecutionEngine.dump_object_file_pic(
             module,
-            path,
+            str(path),
             compiled.function_name,
             opt_level=3,
             host_triple=triple,
             host_cpu=cpu,
             host_features="",
         )
-        return Path(path).read_bytes()
-
-
-def _libraries() -> tuple[str, ...]:
-    return str(runtime.dsl_runtime()), str(runtime.tvm_ffi_library())
+    return HostCode(path.read_bytes(), (str(runtime.dsl_runtime()), str(runtime.tvm_ffi_library())))
 
 
 def link(code: HostCode, shared_object: Path) -> None:
@@ -81,15 +72,15 @@ def link(code: HostCode, shared_object: Path) -> None:
         )
     with tempfile.TemporaryDirectory(dir=shared_object.parent, prefix=".link-") as folder:
         inputs = ["kernel.o"]
-        Path(folder, "kernel.o").write_bytes(code.made)
-        if code.embedded is not None:
-            name, data = code.embedded
+        Path(folder, "kernel.o").write_bytes(code.object_file)
+        if code.image is not None:
+            symbol, data = code.image
             inputs.append("image.s")
             Path(folder, "image").write_bytes(data)
-            Path(folder, "image.s").write_text(_IMAGE.format(name=name))
+            Path(folder, "image.s").write_text(_IMAGE.format(symbol=symbol))
         Path(folder, "exports").write_text("{ global: __tvm_ffi_*; local: *; };\n")
-        command = [linker, "-shared", "-nostdlib", "-s", "-Wl,--version-script=exports", *inputs]
-        command += ["-o", os.path.abspath(shared_object), *code.libraries]
+        command = [os.path.abspath(linker), "-shared", "-nostdlib", "-s", "-Wl,--version-script=exports"]
+        command += [*inputs, "-o", os.path.abspath(shared_object), *code.libraries]
         done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
     if done.returncode != 0:
         raise CompileError(f"{' '.join(command)}:\n{done.stderr}")
@@ -98,8 +89,8 @@ def link(code: HostCode, shared_object: Path) -> None:
 _IMAGE = """\
 .section .rodata
 .balign 64
-.globl {name}
-{name}:
+.globl {symbol}
+{symbol}:
 .incbin "image"
 .section .note.GNU-stack,"",%progbits
 """
@@ -109,20 +100,21 @@ _IMAGE = """\
 
 
 class Beside:
-    """Host code made in a forked process while this one compiles the kernel.
+    """Host code made in a child process while its parent compiles the kernel.
 
-    `fork` is called by the DSL between tracing and compiling. In the process forked there, the kernel of the
-    traced module loses its body, so that the rest is compiled in a moment; it keeps what decides how much
-    shared memory the launch asks for. This process compiles the kernel, without tvm-ffi's function. Either
-    calls `finish` with what it has compiled. The one forked ends in it. This one gets the other's host code if
-    the two agree on every operation that both compiled, and None otherwise.
+    The DSL calls `fork` between tracing and compiling. In the child, the kernel of the traced module loses its
+    body, so that the rest is compiled in a moment; it keeps what decides how much shared memory the launch asks
+    for. The parent compiles the kernel, without tvm-ffi's function. Either calls `finish` with what it has
+    compiled. The child ends in it. The parent gets the child's host code if the two agree on every operation
+    that both compiled, and None otherwise.
     """
 
     def __init__(self, function: str, folder: str) -> None:
         self._function = function
+        self._folder = folder  # removed by the parent: a child that is killed leaves nothing elsewhere
         self._answer = Path(folder, "host-code")
+        self._parent = os.getpid()
         self._child: int | None = None
-        self.forked = False  # whether this is the forked process
 
     @staticmethod
     def worthwhile() -> bool:
@@ -136,51 +128,58 @@ class Beside:
 
         return _one_thread() and hasattr(BaseDSL, "trace_finalize_hooks")
 
+    @property
+    def _in_child(self) -> bool:
+        """Told by the number, which an interrupt right after the fork leaves as it is."""
+        return os.getpid() != self._parent
+
     def __enter__(self) -> Beside:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.forked:
+        if self._in_child:
             os._exit(1)
         if self._child is not None:
             os.kill(self._child, signal.SIGKILL)
             self._wait()
 
     def fork(self, dsl: Any, module: Any, _: str) -> None:
+        if not _one_thread():
+            return
         with contextlib.suppress(OSError):  # no room for another process
             self._child = os.fork()
-        if self._child != 0:
+        if not self._in_child:
             return
-        self.forked = True
         tvm_ffi_without_numpy()
         from cutlass.base_dsl.compiler import EnableTVMFFI, KeepCUBIN, KeepPTX
 
         options = dsl.compile_options.options
         options[EnableTVMFFI].value = True
-        options[KeepPTX].value = options[KeepCUBIN].value = False  # the other process writes them
+        options[KeepPTX].value = options[KeepCUBIN].value = False  # the parent writes them
         _empty_kernels(module)
 
     def finish(self, compiled: Any) -> HostCode | None:
-        embedded = _take_machine_code(compiled.ir_module)
-        if embedded is None:
+        image = _take_image(compiled.ir_module)
+        if image is None:
             return None
         text = compiled.ir_module.operation.get_asm().removesuffix("}\n")
-        if self.forked:
-            answer = (text, embedded[0], HostCode(_object(compiled, self._function), _libraries()))
+        if self._in_child:
+            answer = (text, compile_here(compiled, self._function, self._folder))
             self._answer.write_bytes(pickle.dumps(answer))
             os._exit(0)
         if self._child is None or self._wait():
             return None
-        theirs, name, code = pickle.loads(self._answer.read_bytes())
-        if name != embedded[0] or not theirs.startswith(text):  # tvm-ffi's function comes after the rest
+        theirs, code = pickle.loads(self._answer.read_bytes())
+        if not theirs.startswith(text):  # tvm-ffi's function comes after the rest
             return None
-        return code._replace(embedded=embedded)
+        return code._replace(image=image)
 
     def _wait(self) -> int:
-        """Until the forked process has ended; 0 if it has done its work."""
-        child, self._child = self._child, None
-        assert child is not None
-        return os.waitpid(child, 0)[1]
+        """Until the child has ended; 0 if it has done its work."""
+        assert self._child is not None
+        status = os.waitpid(self._child, 0)[1]
+        self._child = None
+        return status
 
 
 def _one_thread() -> bool:
@@ -208,8 +207,8 @@ def _empty_kernels(module: Any) -> None:
                     operation.operation.erase()
 
 
-def _take_machine_code(module: Any) -> tuple[str, bytes] | None:
-    """Name and contents of the constant that is the machine code; a declaration takes its place. None where
+def _take_image(module: Any) -> tuple[str, bytes] | None:
+    """Symbol and contents of the constant that is the machine code; a declaration takes its place. None where
     it can't be told which one it is."""
     from cutlass._mlir import ir
 
@@ -218,19 +217,21 @@ def _take_machine_code(module: Any) -> tuple[str, bytes] | None:
             operation
             for operation in _operations(module.operation.regions[0], "llvm.mlir.global")
             if isinstance(value := operation.attributes.get("value"), ir.StringAttr)
-            and value.value_bytes.startswith(_MACHINE_CODE)
+            and value.value_bytes.startswith(_MAGIC)
         ]
         if len(found) != 1:
             return None
         (constant,) = found
-        name, data = constant.attributes["sym_name"].value, constant.attributes["value"].value_bytes
-        text = f"llvm.mlir.global external constant @{name}() {{addr_space = 0 : i32}} : !llvm.array<1 x i8>"
+        symbol, data = constant.attributes["sym_name"].value, constant.attributes["value"].value_bytes
+        text = (
+            f"llvm.mlir.global external constant @{symbol}() {{addr_space = 0 : i32}} : !llvm.array<1 x i8>"
+        )
         ir.InsertionPoint(constant).insert(ir.Operation.parse(text))
         constant.erase()
-    return name, data
+    return symbol, data
 
 
-_MACHINE_CODE = (b"\x50\xed\x55\xba", b"\x7fELF")  # a container of CUDA's, or the code itself
+_MAGIC = (b"\x50\xed\x55\xba", b"\x7fELF")  # a container of CUDA's, or the code itself
 
 
 def tvm_ffi_without_numpy() -> None:
