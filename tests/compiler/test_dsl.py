@@ -11,6 +11,7 @@ import pickle
 import py_compile
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -253,6 +254,16 @@ def test_host_code_that_cannot_be_made_beside_a_kernel(way, tmp_path):
 def worker():
     with builder.Worker() as process:
         yield process
+
+
+def test_a_worker_of_a_process_that_ignores_its_children(tmp_path):
+    handler = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        with builder.Worker() as process:
+            process.run(Job(KERNEL, ScaleConfig(), "sm_90a"), tmp_path)
+    finally:
+        signal.signal(signal.SIGCHLD, handler)
+    cache.read(tmp_path)
 
 
 def test_a_worker_makes_an_entry(worker, tmp_path):

@@ -22,6 +22,7 @@ import importlib.util
 import json
 import os
 import pickle
+import signal
 import struct
 import sys
 import types
@@ -82,6 +83,8 @@ def main() -> None:
     sys.meta_path.insert(0, Lazily())
     compile_methods_late()
 
+    # A caller that ignores the signal hands that down, and a child that ends can't be waited for then.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever the compiler prints must not look like an answer
     while header := sys.stdin.buffer.read(8):
