@@ -225,7 +225,8 @@ def forking(folder, kernel, config, arch, way):
     """Whether a process gets host code that it makes in another, `way` being what happens there."""
     what = pickle.dumps((kernel, config, arch)).hex()
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OPENBLAS_NUM_THREADS": "1"}
-    environment["TMPDIR"] = str(folder)
+    environment["TMPDIR"] = str(folder / "temporary files")
+    os.makedirs(environment["TMPDIR"], exist_ok=True)
     command = [sys.executable, "-c", FORKING, what, way]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr

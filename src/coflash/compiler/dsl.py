@@ -12,6 +12,7 @@ import io
 import json
 import os
 import platform
+import shlex
 import sys
 import tempfile
 import threading
@@ -136,7 +137,7 @@ def _run_dsl(
             return None
         module_name, class_name = locate(kernel_name)
         module = importlib.import_module(module_name)
-        options = f"--gpu-arch {arch} --keep-ptx --keep-cubin --dump-dir {dump}"
+        options = f"--gpu-arch {arch} --keep-ptx --keep-cubin --dump-dir {shlex.quote(dump)}"
         if report:
             options += " --generate-line-info remarks{ptx}"
         try:
