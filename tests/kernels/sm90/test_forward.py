@@ -51,9 +51,12 @@ CASES = {
 }
 
 
+_folder = tempfile.TemporaryDirectory(prefix="coflash-")
+
+
 @functools.cache
 def _compiled(config: ForwardConfig) -> Path:
-    return compile_to(tempfile.mkdtemp(prefix="coflash-"), "sm90.forward", config, "sm_90a", report=False).so
+    return compile_to(tempfile.mkdtemp(dir=_folder.name), "sm90.forward", config, "sm_90a", report=False).so
 
 
 def verify(case: Case, tries=(("round-robin", 0),), blocks: int = 3, **changes: Any) -> vgpu.Verdict:
