@@ -85,7 +85,7 @@ def multiply(
         right = descriptor(b, "b_at", step)
         onto = "no" if fresh and step == steps[0] else "yes"
         lines.append(f"{instruction} {accumulator}, {left}, {right}, {onto}, {flags};")
-    after = inline.run(inline.block(lines), [("f", T.f32())] * count, tied, operands)
+    after = inline.run(inline.block(lines), [("f", T.f32())] * count, tied, operands, early=not tied)
     vectors.store(out, vectors.gather(after))
 
 
