@@ -1,61 +1,43 @@
 """Attention forward for Hopper (sm_90a)."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
-import cutlass.utils.hopper_helpers as hopper
-from cutlass import Boolean, Float32, Int32, Int64, cute
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass import Boolean, Float32, Int32, cute
+from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
-from cutlass.tensor_utils import LayoutEnum
 
-from coflash.kernels.parts import ptx, ring, softmax, tiles, vectors
+from coflash.kernels.parts import ptx, tiles
 from coflash.kernels.parts.control import Branch, when
-from coflash.kernels.parts.fixture import Fixture, Registers, View
+from coflash.kernels.parts.fixture import Registers
 from coflash.kernels.parts.ring import Ring
-from coflash.kernels.parts.softmax import RowState
-from coflash.kernels.parts.store import store_rows
-from coflash.kernels.sm90.config import ROWS, WARPGROUP, WORK_SLOTS, ForwardConfig
-from coflash.kernels.sm90.products import make_mma, multiply
-
-DTYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
-
-# What a work slot asks for.
-END, TILE, EXACT, NOTHING = range(4)
-KIND, M_BLOCK, HEAD, BATCH, SEQLEN_Q, SEQLEN_K, FIRST_Q, FIRST_K = range(8)  # words of a work slot
-LOW, HIGH, OWN_LOW, OWN_HIGH = (
-    8,
-    9,
-    10,
-    14,
-)  # blocks of keys of the tile, and of each of up to four warpgroups
-WORDS = 18
-
-
-class Operands(NamedTuple):
-    """Tensors and numbers of one launch, device side; None where the config has no use for one."""
-
-    out: Any
-    lse: Any
-    cu_seqlens_q: Any
-    cu_seqlens_k: Any
-    seqused_q: Any
-    seqused_k: Any
-    sink: Any
-    softmax_scale: Any
-    window_left: Any
-    window_right: Any
-    softcap: Any
-    tile_counter: Any
-    shape: Any  # batch, query heads, KV heads, seqlen_q, seqlen_k
-
-
-class Given(Fixture):
-    """The operands inside the kernel, where nothing changes them."""
-
-    def __init__(self, operands: Operands) -> None:
-        for name, value in operands._asdict().items():
-            setattr(self, name, value)
+from coflash.kernels.sm90.compute import Warpgroup
+from coflash.kernels.sm90.config import ROWS, WORK_SLOTS, ForwardConfig
+from coflash.kernels.sm90.shared import (
+    BATCH,
+    DTYPES,
+    END,
+    EXACT,
+    FIRST_K,
+    FIRST_Q,
+    HEAD,
+    HIGH,
+    KIND,
+    LOW,
+    M_BLOCK,
+    NOTHING,
+    OWN_HIGH,
+    OWN_LOW,
+    SEQLEN_K,
+    SEQLEN_Q,
+    TILE,
+    Given,
+    Operands,
+    Shared,
+    k_layout,
+    q_layout,
+    v_layout,
+)
 
 
 class Forward:
@@ -86,7 +68,6 @@ class Forward:
 
     def __init__(self, config: ForwardConfig) -> None:
         self.config = config
-        self.dtype = DTYPES[config.dtype]
 
     @cute.jit(preprocess=False)
     def __call__(self, *arguments):
@@ -99,8 +80,8 @@ class Forward:
         seqlen_k = given["max_seqlen_k"] if config.packed_k else k.shape[1]
 
         q_atom, q_tensor = self.make_q_copy(q, heads_kv)
-        k_atom, k_tensor = self.make_kv_copy(k, config.packed_k, self.k_layout(), transposed=False)
-        v_atom, v_tensor = self.make_kv_copy(v, config.packed_k, self.v_layout(), transposed=True)
+        k_atom, k_tensor = self.make_kv_copy(k, config.packed_k, k_layout(config), transposed=False)
+        v_atom, v_tensor = self.make_kv_copy(v, config.packed_k, v_layout(config), transposed=True)
 
         operands = Operands(
             shape=(batch, heads_q, heads_kv, seqlen_q, seqlen_k),
@@ -117,25 +98,7 @@ class Forward:
             preferred_smem_carveout=100,
         )
 
-    # ---- layouts ----
-
-    def q_layout(self):
-        c = self.config
-        return hopper.make_smem_layout_a(
-            LayoutEnum.ROW_MAJOR, (ROWS, c.tile_n, c.tile_d), self.dtype, c.warpgroups * c.q_stages
-        )
-
-    def k_layout(self):
-        c = self.config
-        return hopper.make_smem_layout_b(
-            LayoutEnum.ROW_MAJOR, (ROWS, c.tile_n, c.tile_d), self.dtype, c.k_stages
-        )
-
-    def v_layout(self):
-        c = self.config
-        return hopper.make_smem_layout_b(
-            LayoutEnum.COL_MAJOR, (ROWS, c.tile_d_v, c.tile_n), self.dtype, c.v_stages
-        )
+    # ---- copies ----
 
     def make_q_copy(self, q, heads_kv):
         """Q as ((heads in a tile, positions), dim, heads, batch), 64 rows of one warpgroup at a time."""
@@ -154,7 +117,7 @@ class Forward:
         tensor = cute.make_tensor(
             q.iterator, cute.make_layout(tuple(m[0] for m in modes), stride=tuple(m[1] for m in modes))
         )
-        layout = cute.slice_(self.q_layout(), (None, None, 0))
+        layout = cute.slice_(q_layout(c), (None, None, 0))
         tile = (ROWS, c.tile_d)
         if group > 1:
             tile = ((group, c.positions), c.tile_d)
@@ -174,28 +137,6 @@ class Forward:
         layout = cute.slice_(layout, (None, None, 0))
         return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, layout, tile)
 
-    def shared_storage(self):
-        c = self.config
-
-        @cute.struct
-        class Storage:
-            q_full: cute.struct.MemRange[Int64, c.warpgroups * c.q_stages]
-            q_empty: cute.struct.MemRange[Int64, c.warpgroups * c.q_stages]
-            k_full: cute.struct.MemRange[Int64, c.k_stages]
-            k_empty: cute.struct.MemRange[Int64, c.k_stages]
-            v_full: cute.struct.MemRange[Int64, c.v_stages]
-            v_empty: cute.struct.MemRange[Int64, c.v_stages]
-            v_landed: cute.struct.MemRange[Int64, 1]
-            work_full: cute.struct.MemRange[Int64, WORK_SLOTS]
-            work_empty: cute.struct.MemRange[Int64, WORK_SLOTS]
-            work: cute.struct.MemRange[Int32, WORDS * WORK_SLOTS]
-            failed: cute.struct.MemRange[Int32, 16 * WORK_SLOTS]
-            q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(self.q_layout())], 1024]
-            k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(self.k_layout())], 1024]
-            v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(self.v_layout())], 1024]
-
-        return Storage
-
     # ---- the kernel ----
 
     @cute.kernel(preprocess=False)
@@ -212,18 +153,14 @@ class Forward:
         c = self.config
         given = Given(operands)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        storage = cutlass.memory.SmemAllocator().allocate(self.shared_storage())
-        q_layout, k_layout, v_layout = self.q_layout(), self.k_layout(), self.v_layout()
-        shared_q = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
-        shared_k = storage.k.get_tensor(k_layout.outer, swizzle=k_layout.inner)
-        shared_v = storage.v.get_tensor(v_layout.outer, swizzle=v_layout.inner)
+        shared = Shared(c)
 
         if c.pack_heads * c.positions < ROWS:
-            self.clear_q(storage)
+            shared.clear_q()
         with when(warp == 0):
             for atom in (q_atom, k_atom, v_atom):
                 cpasync.prefetch_descriptor(atom)
-            self.start_barriers(storage)
+            shared.start_barriers()
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -231,42 +168,10 @@ class Forward:
         with side.then():
             cute.arch.setmaxregister_decrease(c.registers[0])
             with when(warp == 0):
-                self.load(
-                    storage,
-                    (q_atom, k_atom, v_atom),
-                    (q_tensor, k_tensor, v_tensor),
-                    (shared_q, shared_k, shared_v),
-                    given,
-                )
+                self.load(shared, (q_atom, k_atom, v_atom), (q_tensor, k_tensor, v_tensor), given)
         with side.otherwise():
             cute.arch.setmaxregister_increase(c.registers[1])
-            self.compute(storage, shared_q, shared_k, shared_v, given)
-
-    def start_barriers(self, storage) -> None:
-        """Barriers, and verdicts that nothing failed yet: one warp."""
-        c = self.config
-        with cute.arch.elect_one():
-            for w in range(c.warpgroups):
-                at = w * c.q_stages
-                ring.init(storage.q_full.data_ptr() + at, storage.q_empty.data_ptr() + at, c.q_stages, 4)
-            warps = 4 * c.warpgroups
-            ring.init(storage.k_full.data_ptr(), storage.k_empty.data_ptr(), c.k_stages, warps)
-            ring.init(storage.v_full.data_ptr(), storage.v_empty.data_ptr(), c.v_stages, warps)
-            ring.init(storage.work_full.data_ptr(), storage.work_empty.data_ptr(), WORK_SLOTS, warps)
-            cute.arch.mbarrier_init(storage.v_landed.data_ptr(), 1)
-        verdicts = storage.failed.get_tensor(cute.make_layout(16 * WORK_SLOTS))
-        verdicts[cute.arch.lane_idx()] = Int32(0)  # as many as lanes
-
-    @cute.jit
-    def clear_q(self, storage):
-        """Rows of Q that no copy fills take part in its products: their scores are dropped, but are not chance."""
-        thread, _, _ = cute.arch.thread_idx()
-        base = storage.q.data_ptr()
-        i = 8 * thread
-        while i < cute.cosize(self.q_layout()):
-            ptx.zero_16_shared_bytes(base + i)
-            i = i + 8 * self.config.threads
-        cute.arch.fence_view_async_shared()
+            Warpgroup(shared, given).tiles()
 
     # ---- what both sides know about a tile ----
 
@@ -300,7 +205,7 @@ class Forward:
     # ---- load warp ----
 
     @cute.jit
-    def load(self, storage, atoms, tensors, shared, operands):
+    def load(self, shared, atoms, tensors, operands):
         """Hands out tiles and feeds the rings: one warp.
 
         A tile is published in a work slot, then its Q, K and V are copied, as far ahead of the warpgroups as
@@ -309,13 +214,10 @@ class Forward:
         c = self.config
         batch, heads_q, heads_kv, max_q, max_k = operands.shape
         lane = cute.arch.lane_idx()
-        work = View(storage.work.get_tensor(cute.make_layout((WORDS, WORK_SLOTS))))
-        failed = View(storage.failed.get_tensor(cute.make_layout((16, WORK_SLOTS))))  # a word for each warp
-        slots = Ring(storage.work_full.data_ptr(), storage.work_empty.data_ptr(), WORK_SLOTS, True)
-        # One for all warpgroups: their Q rings move in step.
-        q_ring = Ring(storage.q_full.data_ptr(), storage.q_empty.data_ptr(), c.q_stages, True)
-        k_ring = Ring(storage.k_full.data_ptr(), storage.k_empty.data_ptr(), c.k_stages, True)
-        v_ring = Ring(storage.v_full.data_ptr(), storage.v_empty.data_ptr(), c.v_stages, True)
+        work, failed = shared.work(), shared.verdicts()
+        slots = shared.slots(producer=True)
+        # One Q ring for all warpgroups: theirs move in step.
+        q_ring, k_ring, v_ring = shared.rings(producer=True)
 
         tile_heads = heads_kv if cutlass.const_expr(c.pack_heads > 1) else heads_q
         block, _, _ = cute.arch.block_idx()
@@ -378,7 +280,6 @@ class Forward:
                     atoms,
                     tensors,
                     shared,
-                    storage,
                     operands,
                     lane,
                     short_v_phase,
@@ -495,7 +396,6 @@ class Forward:
         atoms,
         tensors,
         shared,
-        storage,
         operands,
         lane,
         short_v_phase,
@@ -519,7 +419,7 @@ class Forward:
             v = cute.domain_offset((0, words[FIRST_K]), v[None, None, head_kv])
         else:
             k, v = k[None, None, head_kv, b], v[None, None, head_kv, b]
-        shared_q, shared_k, shared_v = shared
+        shared_q = shared.q
         rows: Any = ROWS
         if c.pack_heads > 1:
             rows = (c.pack_heads, c.positions)
@@ -531,8 +431,8 @@ class Forward:
                 shared_q = cute.make_tensor(shared_q.iterator, cute.composition(shared_q.layout, some))
         q_tile = ((0, None), 0) if c.pack_heads > 1 else (None, 0)
         q_to, q_from = partition(atoms[0], shared_q, cute.local_tile(q, (rows, c.tile_d), q_tile))
-        k_to, k_from = partition(atoms[1], shared_k, cute.local_tile(k, (c.tile_n, c.tile_d), (None, 0)))
-        v_to, v_from = partition(atoms[2], shared_v, cute.local_tile(v, (c.tile_d_v, c.tile_n), (0, None)))
+        k_to, k_from = partition(atoms[1], shared.k, cute.local_tile(k, (c.tile_n, c.tile_d), (None, 0)))
+        v_to, v_from = partition(atoms[2], shared.v, cute.local_tile(v, (c.tile_d_v, c.tile_n), (0, None)))
 
         def load_q(w: int | Int32) -> None:
             at = w * c.q_stages + q_ring.stage
@@ -562,7 +462,7 @@ class Forward:
                 short = Branch((j + 1) * c.tile_n > seqlen_k)
                 with short.then():
                     self.load_short_v(
-                        atoms[2], v_from, v_to, v_ring, j, seqlen_k, storage, lane, short_v_phase
+                        atoms[2], v_from, v_to, v_ring, j, seqlen_k, shared, lane, short_v_phase
                     )
                 with short.otherwise():
                     load_v(j)
@@ -593,18 +493,18 @@ class Forward:
         into.advance()
 
     @cute.jit
-    def load_short_v(self, atom, source, target, v_ring, j, seqlen_k, storage, lane, short_v_phase):
+    def load_short_v(self, atom, source, target, v_ring, j, seqlen_k, shared, lane, short_v_phase):
         """A V block that ends before its stage does: copied, then cleared behind the last key."""
         c = self.config
         v_ring.wait_empty()
         stage = v_ring.stage
-        landed = storage.v_landed.data_ptr()
+        landed = shared.storage.v_landed.data_ptr()
         fill(atom, source[None, j], target[None, stage], landed, 2 * c.tile_n * c.tile_d_v)
         phase = short_v_phase[0]
         cute.arch.mbarrier_wait(landed, phase)
         short_v_phase[0] = phase ^ 1
-        plain = self.v_layout().outer
-        base = storage.v.data_ptr()
+        plain = v_layout(c).outer
+        base = shared.storage.v.data_ptr()
         chunks = c.tile_d_v // 8
         i = (seqlen_k - j * c.tile_n) * chunks + lane
         while i < c.tile_n * chunks:
@@ -616,489 +516,6 @@ class Forward:
         if lane == 0:
             cute.arch.mbarrier_arrive(v_ring.full + stage)
         v_ring.advance()
-
-    # ---- compute warpgroups ----
-
-    def make_probabilities(self, keys: int) -> tuple[cute.Tensor, cute.Tensor]:
-        """Registers of P for that many keys, as words and as the A operand of the product with V."""
-        words = cute.make_rmem_tensor((keys // 4,), Int32)
-        operand = cute.make_tensor(
-            cute.recast_ptr(words.iterator, dtype=self.dtype),
-            cute.make_layout(((2, 2, 2), 1, keys // 16), stride=((1, 2, 4), 0, 8)),
-        )
-        return words, operand
-
-    def make_kept(self) -> tuple[cute.Tensor, cute.Tensor, Any]:
-        """Registers for the first columns of Q, as words and as the A operand of their product with K."""
-        c = self.config
-        words = cute.make_rmem_tensor((4 * c.q_registers,), Int32)
-        layout = cute.make_layout(((2, 2, 2), 1, c.q_registers), stride=((1, 2, 4), 0, 8))
-        operand = cute.make_tensor(cute.recast_ptr(words.iterator, dtype=self.dtype), layout)
-        shape, source = (ROWS, c.tile_n), warpgroup.OperandSource.RMEM
-        return words, operand, make_mma(self.dtype, shape, OperandMajorMode.K, source)
-
-    def compute(self, storage, shared_q, shared_k, shared_v, operands):
-        """Scores, softmax, output: each warpgroup works on its own 64 rows of the tile, at its own pace."""
-        c = self.config
-        thread, _, _ = cute.arch.thread_idx()
-        thread = thread % WARPGROUP
-        group = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 - 1
-        lane = cute.arch.lane_idx()
-
-        scores_mma = make_mma(self.dtype, (ROWS, c.tile_n), OperandMajorMode.K, warpgroup.OperandSource.SMEM)
-        out_mma = make_mma(self.dtype, (ROWS, c.tile_d_v), OperandMajorMode.MN, warpgroup.OperandSource.RMEM)
-        a, b = scores_mma.get_slice(thread), out_mma.get_slice(thread)
-        q = a.make_fragment_A(a.partition_A(shared_q))
-        k = a.make_fragment_B(a.partition_B(shared_k))
-        v = b.make_fragment_B(b.partition_B(shared_v))
-        out = b.make_fragment_C(b.partition_shape_C((ROWS, c.tile_d_v)))
-        words, probabilities = self.make_probabilities(c.tile_n)
-        kept = self.make_kept() if c.q_registers else None
-        q_ring = Ring(
-            storage.q_full.data_ptr() + group * c.q_stages,
-            storage.q_empty.data_ptr() + group * c.q_stages,
-            c.q_stages,
-            False,
-        )
-        k_ring = Ring(storage.k_full.data_ptr(), storage.k_empty.data_ptr(), c.k_stages, False)
-        v_ring = Ring(storage.v_full.data_ptr(), storage.v_empty.data_ptr(), c.v_stages, False)
-        slots = Ring(storage.work_full.data_ptr(), storage.work_empty.data_ptr(), WORK_SLOTS, False)
-        work = View(storage.work.get_tensor(cute.make_layout((WORDS, WORK_SLOTS))))
-        failed = View(storage.failed.get_tensor(cute.make_layout((16, WORK_SLOTS))))  # a word for each warp
-        scale = Float32(ptx.LOG2_E) if c.softcap else operands.softmax_scale * ptx.LOG2_E
-        state = RowState(scale, self.dtype, c.softmax == "held")
-        side = Warpgroup(
-            self,
-            group,
-            thread,
-            lane,
-            (scores_mma, out_mma, a),
-            (q, k, v),
-            (out, words, probabilities),
-            Narrow(self, thread, shared_k, shared_v, b) if c.softmax == "held" else None,
-            kept,
-            storage.q.data_ptr(),
-            (q_ring, k_ring, v_ring),
-            state,
-            operands,
-        )
-        side.tiles(slots, work, failed)
-
-
-class Narrow(Fixture):
-    """Operands of the exact way: a block's K and V in parts of a few keys."""
-
-    def __init__(self, kernel: Forward, thread, shared_k, shared_v, out_slice) -> None:
-        c = kernel.config
-        self.mma = make_mma(kernel.dtype, (ROWS, c.exact_n), OperandMajorMode.K, warpgroup.OperandSource.SMEM)
-        self.slice = self.mma.get_slice(thread)
-        k = cute.local_tile(shared_k, (c.exact_n, c.tile_d), (None, 0, None))
-        v = cute.local_tile(shared_v, (c.tile_d_v, c.exact_n), (0, None, None))
-        self.k = self.slice.make_fragment_B(self.slice.partition_B(k))
-        self.v = out_slice.make_fragment_B(out_slice.partition_B(v))
-        self.words, self.probabilities = kernel.make_probabilities(c.exact_n)
-
-
-class After(Fixture):
-    """A tile that is computed but for its division and its store, for each of the thread's two rows."""
-
-    def __init__(self, columns: int) -> None:
-        self.factor = Registers(Float32, 2)
-        self.address = Registers(Int64, 2)
-        self.valid = Registers(Int32, 2)
-        self.failed = Registers(Int32, 2)  # a held maximum failed the row
-        self.words = Registers(Int32, columns // 4)
-        self.waits = Registers(Int32, 1)
-        self.waits[0] = Int32(0)
-
-
-class Warpgroup(Fixture):
-    """The place of one compute warpgroup: its operands, registers and rings."""
-
-    def __init__(
-        self,
-        kernel,
-        group,
-        thread,
-        lane,
-        mmas,
-        fragments,
-        registers,
-        narrow,
-        kept,
-        shared_q,
-        rings,
-        state,
-        operands,
-    ):
-        self.kernel, self.config = kernel, kernel.config
-        self.group, self.thread, self.lane = group, thread, lane
-        self.scores_mma, self.out_mma, self.scores_slice = mmas
-        self.q, self.k, self.v = fragments
-        self.out, self.words, self.probabilities = registers
-        self.narrow, self.kept, self.shared_q = narrow, kept, shared_q
-        self.q_ring, self.k_ring, self.v_ring = rings
-        self.state = state
-        self.operands = operands
-        self.after = After(self.config.tile_d_v)
-
-    # ---- products ----
-
-    def multiply_k(self) -> cute.Tensor:
-        """Issue S = Q K^T on the next K stage.  S gets registers of its own each time: were they said to be the
-        last block's, the assembler would see them written while other products run, and serialise all products."""
-        self.k_ring.wait_full()
-        scores = self.scores_slice.make_fragment_C(
-            self.scores_slice.partition_shape_C((ROWS, self.config.tile_n))
-        )
-        warpgroup.fence()
-        c = self.config
-        q = self.q[None, None, None, self.group * c.q_stages + self.q_ring.stage]
-        k = self.k[None, None, None, self.k_ring.stage]
-        multiply(
-            self.scores_mma,
-            scores,
-            q,
-            k,
-            fresh=True,
-            steps=range(c.q_registers, c.tile_d // 16),
-            in_place=c.in_place,
-        )
-        if c.q_registers:
-            _, kept_q, kept_mma = self.kept
-            multiply(kept_mma, scores, kept_q, k, fresh=False, steps=range(c.q_registers))
-        warpgroup.commit_group()
-        return scores
-
-    def keep_q(self) -> None:
-        """The first columns of Q to registers: the products need not read them from shared memory again."""
-        c = self.config
-        words, _, _ = self.kept
-        row = self.thread // 32 * 16 + self.lane % 16
-        stage = self.group * c.q_stages + self.q_ring.stage
-        plain = self.kernel.q_layout().outer
-        for i in range(c.q_registers):
-            at = 2 * cute.crd2idx((row, 16 * i + self.lane // 16 * 8, stage), plain)
-            at = at ^ (at >> 3 & 0x70)  # the swizzle of 128-byte rows
-            for n, word in enumerate(ptx.load_matrices(Int32(self.shared_q.toint()) + at)):
-                words[4 * i + n] = word
-
-    def multiply_v(self, steps: int = 0) -> None:
-        """Issue O += P V on the next V stage; of all keys, or of the first `steps` times 16."""
-        self.v_ring.wait_full()
-        self.issue_v(range(steps or self.config.tile_n // 16))
-
-    def multiply_rest(self, steps: int) -> None:
-        """Issue what `multiply_v(steps)` left."""
-        self.issue_v(range(steps, self.config.tile_n // 16))
-
-    def issue_v(self, steps: range) -> None:
-        warpgroup.fence()
-        v = self.v[None, None, None, self.v_ring.stage]
-        multiply(self.out_mma, self.out, self.probabilities, v, fresh=False, steps=steps)
-        warpgroup.commit_group()
-
-    def release(self, of: Ring) -> None:
-        """This warp has read the stage."""
-        with when(self.lane == 0):
-            cute.arch.mbarrier_arrive(of.empty + of.stage)
-        of.advance()
-
-    # ---- tiles ----
-
-    @cute.jit
-    def tiles(self, slots, work, failed):
-        """Every tile the block is given, until the end is announced."""
-        c = self.config
-        kind = Int32(TILE)
-        while kind != END:
-            slots.wait_full()
-            slot = slots.stage
-            kind = work[KIND, slot]
-            if (kind == TILE) | (kind == EXACT):
-                info = work[None, slot]  # read where needed: registers are dear in between
-                quick = self.tile(info, kind == EXACT)
-                if cutlass.const_expr(c.softmax == "held"):
-                    bad = (self.after.failed[0] | self.after.failed[1]) != 0
-                    if cute.arch.vote_any_sync(bad & quick):
-                        failed[self.group * 4 + self.thread // 32, slot] = Int32(1)
-            cute.arch.sync_warp()
-            self.release(slots)
-        self.store()
-
-    def tile(self, info, exact: Boolean) -> Boolean:
-        """One tile; its output waits in registers, to be stored beside the next tile's first product.  The answer is
-        whether it was done the fast way."""
-        low, high = info[LOW], info[HIGH]
-        own_low, own_high = info[OWN_LOW + self.group], info[OWN_HIGH + self.group]
-        sees = own_high > own_low
-        self.out.fill(0.0)
-        self.state.start()
-        with when(high > low):
-            self.q_ring.wait_full()
-            if self.kept:
-                self.keep_q()
-            # Blocks that only later rows of the tile see.
-            self.pass_blocks(ptx.choose(sees, high - own_high, high - low))
-        limits = self.limits(info)
-        quick = sees & ~exact
-        way = Branch(quick)
-        with way.then():
-            self.fast(info, own_low, own_high, limits)
-        with way.otherwise():
-            self.store()
-            if self.narrow is not None:
-                with when(sees):
-                    self.exactly(own_low, own_high, limits)
-            with when(high > low):
-                self.release(self.q_ring)
-            self.settle(info)
-        with when(sees):
-            self.pass_blocks(own_low - low)  # blocks that only earlier rows see
-        self.divide()
-        return quick
-
-    def first(self, info) -> Int32:
-        """Query position of the warpgroup's first row."""
-        return (info[M_BLOCK] * self.config.warpgroups + self.group) * self.config.positions
-
-    def rows(self, info):
-        """Query position and head of this thread's two rows, and whether they exist."""
-        c = self.config
-        first = self.first(info)
-        positions, heads, valid = [], [], []
-        for half in range(2):
-            row = self.thread // 32 * 16 + self.lane // 4 + 8 * half
-            position, head = first + row, info[HEAD]
-            there = position < info[SEQLEN_Q]
-            if c.pack_heads > 1:
-                position = first + row // c.pack_heads
-                head = info[HEAD] * c.pack_heads + row % c.pack_heads
-                there = (position < info[SEQLEN_Q]) & (row < c.pack_heads * c.positions)
-            positions.append(position)
-            heads.append(head)
-            valid.append(there)
-        return positions, heads, valid
-
-    def limits(self, info):
-        """The keys each row sees: [low, high); low is None without a left bound."""
-        c = self.config
-        positions, _, _ = self.rows(info)
-        seqlen_k = info[SEQLEN_K]
-        offset = seqlen_k - info[SEQLEN_Q]
-        high = [seqlen_k, seqlen_k]
-        low = None
-        if c.bounded_right:
-            reach = offset + self.operands.window_right + 1
-            high = [ptx.least(seqlen_k, p + reach) for p in positions]
-        if c.bounded_left:
-            low = [p + offset - self.operands.window_left for p in positions]
-        return low, high
-
-    @cute.jit
-    def pass_blocks(self, count):
-        """Blocks that none of this warpgroup's rows sees; K and V in turn, as they are loaded."""
-        for _ in cutlass.range(count, unroll=1):
-            self.k_ring.wait_full()
-            self.release(self.k_ring)
-            self.v_ring.wait_full()
-            self.release(self.v_ring)
-
-    def cap(self, scores) -> None:
-        """Softcap, where there is one."""
-        if self.config.softcap:
-            softmax.cap(scores, self.operands.softmax_scale, self.operands.softcap)
-
-    def mask(self, scores, first_key, limits) -> None:
-        """Hide the keys that a row doesn't see, in a block that starts at `first_key`."""
-        low, high = limits
-        softmax.mask(scores, first_key + self.lane % 4 * 2, low, high)
-
-    # ---- blocks of a tile, from the last to the first ----
-
-    def fast(self, info, low, high, limits) -> None:
-        """The first block, then three loops: blocks cut on the right, whole ones, blocks cut on the left."""
-        c = self.config
-        first = self.first(info)
-        offset = info[SEQLEN_K] - info[SEQLEN_Q]
-        until, clear_low = info[SEQLEN_K], low
-        if c.bounded_right:
-            until = ptx.least(until, first + offset + self.operands.window_right + 1)
-        clear_high = ptx.most(until, Int32(0)) // c.tile_n
-        if c.bounded_left:
-            since = first + c.positions - 1 + offset - self.operands.window_left
-            clear_low = (ptx.most(since, Int32(0)) + c.tile_n - 1) // c.tile_n
-
-        j = high - 1
-        scores = self.multiply_k()
-        self.store()
-        warpgroup.wait_group(0)
-        self.release(self.k_ring)
-        self.cap(scores)
-        self.mask(scores, j * c.tile_n, limits)
-        if c.softmax == "held":
-            self.state.hold(scores)
-        else:
-            self.state.raise_reference(scores)
-        self.state.exponentials(scores, held=c.softmax == "held")
-        if c.softmax == "held":
-            self.state.settle_reference()
-        block = self.state.sums(scores)
-        self.state.pack(scores, self.words)
-        self.state.add(self.words, block, first=True)
-        j = j - 1
-        if c.bounded_right:
-            j = self.steps(j, ptx.most(clear_high, clear_low), limits, True)
-        j = self.steps(j, clear_low, limits, False)
-        if c.bounded_left:
-            j = self.steps(j, low, limits, True)
-        self.release(self.q_ring)
-        self.multiply_v()
-        self.settle(info)
-        warpgroup.wait_group(0)
-        self.release(self.v_ring)
-
-    @cute.jit
-    def steps(self, j, low, limits, masked: cutlass.Constexpr[bool]):
-        """Blocks j to low; the answer is the first block that remains.
-
-        The scores of block j are computed first, then the output of block j + 1, whose probabilities are at hand;
-        the softmax of block j runs beside the second product."""
-        c = self.config
-        while j >= low:
-            scores = self.multiply_k()
-            self.multiply_v(c.v_ahead)
-            warpgroup.wait_group(1)
-            self.release(self.k_ring)
-            self.cap(scores)
-            if cutlass.const_expr(masked):
-                self.mask(scores, j * c.tile_n, limits)
-            if cutlass.const_expr(c.softmax == "online"):
-                factors, moved = self.state.raise_reference(scores)
-                self.state.lower(factors)
-            if cutlass.const_expr(c.v_ahead):
-                # The rest among the exponentials: an instruction waits while the tensor cores' queue is full, and
-                # with it all that follows.
-                self.state.exponentials(scores, held=True, part=0, parts=2)
-                self.multiply_rest(c.v_ahead)
-                self.state.exponentials(scores, held=True, part=1, parts=2)
-            else:
-                self.state.exponentials(scores, held=c.softmax == "held")
-            block = self.state.sums(scores)
-            warpgroup.wait_group(0)
-            self.release(self.v_ring)
-            if cutlass.const_expr(c.softmax == "online"):
-                self.state.rescale(self.out, factors, moved)
-            self.state.pack(scores, self.words)
-            self.state.add(self.words, block)
-            j = j - 1
-        return j
-
-    @cute.jit
-    def exactly(self, low, high, limits):
-        """A tile that a held maximum failed: a few keys at a time, all cut, a running maximum, nothing overlapped.
-
-        It is rarely taken, so it is kept small: what counts is that it need not be assembled at full width."""
-        c = self.config
-        j = high - 1
-        while j >= low:
-            self.k_ring.wait_full()
-            self.v_ring.wait_full()
-            part = Int32(0)
-            while part < c.tile_n // c.exact_n:
-                scores = self.narrow.slice.make_fragment_C(
-                    self.narrow.slice.partition_shape_C((ROWS, c.exact_n))
-                )
-                q = self.q[None, None, None, self.group * c.q_stages + self.q_ring.stage]
-                warpgroup.fence()
-                multiply(
-                    self.narrow.mma,
-                    scores,
-                    q,
-                    self.narrow.k[None, None, None, part, self.k_ring.stage],
-                    fresh=True,
-                )
-                warpgroup.commit_group()
-                warpgroup.wait_group(0)
-                self.cap(scores)
-                self.mask(scores, j * c.tile_n + part * c.exact_n, limits)
-                self.state.raise_to(scores, self.out)
-                self.state.exponentials(scores)
-                block = self.state.sums(scores)
-                self.state.pack(scores, self.narrow.words)
-                self.state.add(self.narrow.words, block)
-                warpgroup.fence()
-                v = self.narrow.v[None, None, None, part, self.v_ring.stage]
-                multiply(self.out_mma, self.out, self.narrow.probabilities, v, fresh=False)
-                warpgroup.commit_group()
-                warpgroup.wait_group(0)
-                part = part + 1
-            self.release(self.k_ring)
-            self.release(self.v_ring)
-            j = j - 1
-
-    # ---- the end of a tile ----
-
-    def settle(self, info) -> None:
-        """What a row's sum decides, and where its output goes: worked out beside the last product."""
-        c = self.config
-        state, operands, after = self.state, self.operands, self.after
-        positions, heads, valid = self.rows(info)
-        state.finish()
-        for half in range(2):
-            after.valid[half] = Int32(valid[half])
-            after.failed[half] = Int32(valid[half] & ~state.in_bounds(half))
-            down = Float32(1.0)
-            if c.sink:
-                down = state.add_sink(half, self.sink_of(heads[half], valid[half]))
-            total = state.sum[half]
-            used = total + state.rounding[half]
-            after.factor[half] = ptx.choose(total == 0.0, Float32(0.0), down * cute.arch.rcp_approx(used))
-            if c.packed_q:
-                row = operands.out[info[FIRST_Q] + positions[half], heads[half], None]
-            else:
-                row = operands.out[info[BATCH], positions[half], heads[half], None]
-            after.address[half] = row.iterator.toint()
-            if c.lse:
-                with when(valid[half] & (self.lane % 4 == 0)):
-                    value = (state.reference[half] + ptx.log2(total)) * ptx.LN_2
-                    if c.packed_q:
-                        operands.lse[heads[half], info[FIRST_Q] + positions[half]] = value
-                    else:
-                        operands.lse[info[BATCH], heads[half], positions[half]] = value
-
-    def divide(self) -> None:
-        """The output by its row sums, rounded."""
-        after = self.after
-        softmax.scale_rows(self.out, [after.factor[half] for half in range(2)])
-        words = vectors.pack(vectors.load(self.out), self.kernel.dtype)
-        if self.config.softmax == "held":
-            for half in range(2):
-                finite = softmax.finite(words[half::2])
-                after.failed[half] = after.failed[half] | (after.valid[half] & Int32(~finite))
-        for i, word in enumerate(words):
-            after.words[i] = word
-        after.waits[0] = Int32(1)
-
-    def store(self) -> None:
-        """The last tile's output, if it waits.  (A branch of its own: the assembler would move it behind the wait for
-        the product that it should run beside.)"""
-        after = self.after
-        with when(after.waits[0] != 0):
-            words = [after.words[i] for i in range(self.config.tile_d_v // 4)]
-            valid = [after.valid[half] != 0 for half in range(2)]
-            store_rows(
-                words, [after.address[half] for half in range(2)], valid, self.config.head_dim_v, self.lane
-            )
-            after.waits[0] = Int32(0)
-
-    @cute.jit
-    def sink_of(self, head, valid):
-        """The head's sink, in log2 units."""
-        sink = Float32(0.0)
-        if valid:
-            sink = Float32(self.operands.sink[head]) * ptx.LOG2_E
-        return sink
 
 
 def argument_names(config: ForwardConfig) -> list[str]:
