@@ -30,7 +30,7 @@ from coflash.kernels.sm90.shared import (
     SEQLEN_K,
     SEQLEN_Q,
     TILE,
-    Given,
+    Operands,
     Shared,
     q_layout,
 )
@@ -39,7 +39,7 @@ from coflash.kernels.sm90.shared import (
 class Warpgroup(Fixture):
     """One compute warpgroup: works on its own 64 rows of every tile, at its own pace."""
 
-    def __init__(self, shared: Shared, operands: Given) -> None:
+    def __init__(self, shared: Shared, operands: Operands) -> None:
         c = self.config = shared.config
         self.shared, self.operands, self.dtype = shared, operands, shared.dtype
         thread, _, _ = cute.arch.thread_idx()
@@ -60,7 +60,7 @@ class Warpgroup(Fixture):
         self.v = b.make_fragment_B(b.partition_B(shared.v))
         self.out = b.make_fragment_C(b.partition_shape_C((ROWS, c.tile_d_v)))
         self.words, self.probabilities = make_probabilities(c, c.tile_n)
-        self.kept = make_kept(c) if c.q_registers else None
+        self.kept: Any = make_kept(c) if c.q_registers else None
         self.q_ring, self.k_ring, self.v_ring = shared.rings(producer=False, group=self.group)
         self.slots = shared.slots(producer=False)
         self.work, self.failed = shared.work(), shared.verdicts()

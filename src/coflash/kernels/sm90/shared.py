@@ -40,14 +40,6 @@ class Operands(NamedTuple):
     shape: Any  # batch, query heads, KV heads, seqlen_q, seqlen_k
 
 
-class Given(Fixture):
-    """The operands inside the kernel, where nothing changes them."""
-
-    def __init__(self, operands: Operands) -> None:
-        for name, value in operands._asdict().items():
-            setattr(self, name, value)
-
-
 def q_layout(config: ForwardConfig) -> cute.ComposedLayout:
     """Of all warpgroups' stages."""
     return hopper.make_smem_layout_a(
