@@ -88,7 +88,16 @@ def test_the_key_is_the_same_in_every_process():
     assert printed.stdout.strip() == keys.make(KERNEL, ScaleConfig(unroll=3), "sm_90a").folder
 
 
-@pytest.mark.parametrize("changed", ["kernels/parts/ptx.py", "kernels/sm90/forward.py", "compiler/dsl.py"])
+@pytest.mark.parametrize(
+    "changed",
+    [
+        "kernels/features.py",
+        "kernels/parts/ptx.py",
+        "kernels/sm90/forward.py",
+        "kernels/sm90/load.py",
+        "compiler/dsl.py",
+    ],
+)
 def test_the_source_of_the_kernel_counts_and_no_other(tmp_path, changed):
     copy = tmp_path / "src" / "coflash"
     ignore = shutil.ignore_patterns("vgpu", "portable", "__pycache__")

@@ -116,7 +116,7 @@ def packed_heads(problem: Problem, tile_rows: int, positions: int) -> int:
 
 
 def _features(problem: Problem) -> dict[str, Any]:
-    """The fields of a config that say what is computed; both architectures' kernels name them alike."""
+    """The fields of a config that say what is computed (`coflash.kernels.features`)."""
     left, right = problem.window
     return {
         "dtype": DTYPES[problem.dtype],

@@ -8,7 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-__all__ = ["ForwardConfig", "NAMES", "choose"]
+from coflash.kernels.features import Features
+
+__all__ = ["ForwardConfig", "choose"]
 
 SHARED_BYTES = 232_448  # what one CTA may use: 227 KB
 TENSOR_COLUMNS = 512  # of 128 lanes and 4 bytes each
@@ -19,30 +21,10 @@ WARPS = 16
 WORK_SLOTS = 2  # tiles the scheduler may be ahead
 WORK_WORDS = 8  # 32-bit words in a slot
 
-NAMES = {"bf16": "bfloat16", "fp16": "float16"}
-
 
 @dataclass(frozen=True)
-class ForwardConfig:
-    """One compiled forward kernel.
-
-    The first block of fields says what the kernel computes, the second how.  Every field changes the machine
-    code; lengths, batch, head counts, strides, scale, window widths and the softcap's value do not appear.
-    """
-
-    dtype: str  # "bf16" or "fp16": of q, k, v and out
-    head_dim: int
-    head_dim_v: int
-    packed_q: bool = False  # q and out are (total, heads, dim), found through cu_seqlens_q
-    packed_k: bool = False  # k and v likewise
-    seqused_q: bool = False  # only the first seqused_q[b] queries of a sequence exist
-    seqused_k: bool = False
-    bounded_left: bool = False  # a query sees keys from its own position - window_left
-    bounded_right: bool = False  # ... up to its own position + window_right (0: causal)
-    softcap: bool = False
-    sink: bool = False
-    lse: bool = False
-    pack_heads: int = 1  # query heads of one KV head that share a tile's rows (1: one head a tile)
+class ForwardConfig(Features):
+    """One compiled forward kernel: what it computes and how."""
 
     ctas: int = 1  # CTAs that issue their products together: 2 is the pair mode
     q_stages: int = 1  # buffers of each Q tile: 2 loads the next tile's queries early
@@ -54,11 +36,7 @@ class ForwardConfig:
     registers: tuple[int, int, int] = (184, 96, 48)  # of a thread: softmax, epilogue, other warps
 
     def __post_init__(self) -> None:
-        if self.dtype not in NAMES:
-            raise ValueError(f"dtype {self.dtype!r}: the kernel takes {', '.join(NAMES)}")
-        for name, dim in (("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)):
-            if dim % 8 or not 8 <= dim <= 256:
-                raise ValueError(f"{name} {dim}: multiples of 8 up to 256")
+        super().__post_init__()
         if self.ctas not in (1, 2):
             raise ValueError(f"ctas {self.ctas}: 1 or 2")
         if self.ctas == 2 and self.head_dim_v % 32:
@@ -240,7 +218,7 @@ class ForwardConfig:
 
 
 def choose(arch: str, **features: Any) -> ForwardConfig:
-    """The config for these features (the first block of fields, and any of the second) on `arch`."""
+    """The config for these features (the fields of `Features`, and any of the config's own) on `arch`."""
     draft = {"kv_stages": 2} | features
     dim, dim_v = features["head_dim"], features["head_dim_v"]
     bounded = features.get("bounded_left", False) or features.get("bounded_right", False)

@@ -7,41 +7,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["NAMES", "ForwardConfig", "positions"]
+from coflash.kernels.features import Features
+
+__all__ = ["ForwardConfig", "positions"]
 
 SHARED_BYTES = 232_448  # what one block may use: 227 KB
 REGISTERS = 65_536  # of one multiprocessor
 WARPGROUP = 128  # threads
 ROWS = 64  # query rows of one warpgroup: the M of a wgmma
-WORK_SLOTS = 2  # tiles the scheduler may be ahead, each with a verdict to come back (see forward.py)
+WORK_SLOTS = 2  # tiles the scheduler may be ahead, each with a verdict to come back (see load.py)
 
 # Registers a thread of a warpgroup holds after the split: (load warpgroup, compute warpgroup).
 REGISTER_SPLIT = {1: (56, 256 - 8), 2: (40, 232), 3: (32, 160), 4: (24, 112)}
 
-NAMES = {"bf16": "bfloat16", "fp16": "float16"}
-
 
 @dataclass(frozen=True)
-class ForwardConfig:
-    """One compiled forward kernel.
-
-    The first block of fields says what the kernel computes, the second how.  Every field changes the machine
-    code; lengths, batch, head counts, strides, scale, window widths and the softcap's value do not appear.
-    """
-
-    dtype: str  # "bf16" or "fp16": of q, k, v and out
-    head_dim: int
-    head_dim_v: int
-    packed_q: bool = False  # q and out are (total, heads, dim), found through cu_seqlens_q
-    packed_k: bool = False  # k and v likewise
-    seqused_q: bool = False  # only the first seqused_q[b] queries of a sequence exist
-    seqused_k: bool = False
-    bounded_left: bool = False  # a query sees keys from its own position - window_left
-    bounded_right: bool = False  # ... up to its own position + window_right (0: causal)
-    softcap: bool = False
-    sink: bool = False
-    lse: bool = False
-    pack_heads: int = 1  # query heads of one KV head that share a tile's rows (1: one head a tile)
+class ForwardConfig(Features):
+    """One compiled forward kernel: what it computes and how."""
 
     warpgroups: int = 2  # that compute, 64 rows each
     tile_n: int = 128  # keys in a block
@@ -58,11 +40,7 @@ class ForwardConfig:
     )
 
     def __post_init__(self) -> None:
-        if self.dtype not in NAMES:
-            raise ValueError(f"dtype {self.dtype!r}: the kernel takes {', '.join(NAMES)}")
-        for name, dim in (("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)):
-            if dim % 8 or not 8 <= dim <= 256:
-                raise ValueError(f"{name} {dim}: multiples of 8 up to 256")
+        super().__post_init__()
         if self.softmax not in ("held", "online"):
             raise ValueError(f"softmax {self.softmax!r}: held or online")
         if self.softmax == "held" and self.dtype != "bf16":
