@@ -249,26 +249,31 @@ def run(call: Call, operands: Operands) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def shortest(call: Call, operands: Operands) -> Callable[[Tensor, Tensor, Tensor], Any] | None:
-    """`run` for calls of q, k, v alone that differ from this one in addresses only, multiples of 16 bytes:
-    f(q, k, v), with nothing left to look at; it returns the output, and the log-sum-exp if the call needs
-    one. None for a call that takes another way.
+def shortest(call: Call, operands: Operands) -> Callable[..., Any] | None:
+    """`run` for calls of q, k, v and `LENGTHS` that differ from this one in addresses only, those of q, k, v
+    multiples of 16 bytes: f(q, k, v, *lengths), with nothing left to look at (a kernel's operands are on a GPU,
+    where `run` checks no values either); it returns the output, and the log-sum-exp if the call needs one.
+    None for a call that takes another way.
     """
-    if call.launch is None or any(x is not None for x in (*operands[3:5], *operands[7:])):
+    if call.launch is None or any(x is not None for x in (*operands[3:5], *operands[11:])):
         return None
     launch = call.launch.direct(operands)
     if launch is None:
         return None
     new_out, new_lse = call.new_out, call.new_lse
 
-    def both(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def both(
+        q: Any, k: Any, v: Any, cu_q: Any = None, cu_k: Any = None, used_q: Any = None, used_k: Any = None
+    ) -> tuple[Tensor, Tensor]:
         out, lse = new_out(), new_lse()
-        launch(q, k, v, out, lse)
+        launch(q, k, v, cu_q, cu_k, used_q, used_k, out, lse)
         return out, lse
 
-    def output(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def output(
+        q: Any, k: Any, v: Any, cu_q: Any = None, cu_k: Any = None, used_q: Any = None, used_k: Any = None
+    ) -> Tensor:
         out = new_out()
-        launch(q, k, v, out, out)
+        launch(q, k, v, cu_q, cu_k, used_q, used_k, out, out)
         return out
 
     return both if call.writes_lse else output

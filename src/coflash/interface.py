@@ -52,10 +52,11 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 _UNBOUNDED: Window = (None, None)
 
-# What `flash_attn_func` does for calls that it has seen, by everything of them but the tensors' contents and
-# addresses; only such calls are here as need nothing else looked at.
-_SHORTCUTS: dict[Any, Callable[[Tensor, Tensor, Tensor], Any]] = {}
+# What `flash_attn_func` and `flash_attn_varlen_func` do for calls that they have seen, by everything of them but
+# the tensors' contents and addresses; only such calls are here as need nothing else looked at.
+_SHORTCUTS: dict[Any, Callable[..., Any]] = {}
 _MOST_SHORTCUTS = 4096
+_LENGTH = {Tensor, type(None)}
 
 
 def flash_attn_func(
@@ -112,25 +113,13 @@ def flash_attn_func(
     """
     key = None
     if (
-        type(q) is type(k) is type(v) is Tensor
+        not (torch_ops.is_watched() or _is_any_autocast_enabled())
         and learnable_sink is score_mod is mask_mod is alibi_slopes is kernel_options is None
-        and not (torch_ops.is_watched() or _is_any_autocast_enabled())
     ):
-        key = (
-            q.shape, q.stride(), q.dtype, q.get_device(), k.shape, k.stride(), k.dtype, k.get_device(),
-            v.shape, v.stride(), v.dtype, v.get_device(),
-            torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
-            softmax_scale, causal, softcap, dropout_p, deterministic, return_lse, backend,
-            window_size if window_size is _UNBOUNDED else repr(window_size),
-            # 1 is no boolean, though it equals True.
-            type(softmax_scale), type(causal), type(softcap), type(dropout_p), type(deterministic),
-            type(return_lse),
+        key, shortcut = _look_up(
+            q, k, v, softmax_scale, causal, window_size, softcap, dropout_p, deterministic, return_lse, backend, ()
         )  # fmt: skip
-        try:
-            shortcut = _SHORTCUTS.get(key)
-        except TypeError:  # no argument that is taken fails to be a key; it will be refused
-            key = shortcut = None
-        if shortcut is not None and not (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
+        if shortcut is not None:
             return shortcut(q, k, v)
     return _attend(
         Operands(
@@ -215,6 +204,21 @@ def flash_attn_varlen_func(
         out shaped like q with head_dim_v; with `return_lse` also the lse, `(nheads_q, total_q)` for packed
         queries, else `(batch, nheads_q, seqlen_q)`.
     """
+    key = None
+    lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    if (
+        not (torch_ops.is_watched() or _is_any_autocast_enabled())
+        and page_table is learnable_sink is score_mod is mask_mod is alibi_slopes is kernel_options is None
+        and {Tensor} <= {*map(type, lengths)} <= _LENGTH
+    ):
+        more: tuple[Any, ...] = (max_seqlen_q, max_seqlen_k, type(max_seqlen_q), type(max_seqlen_k))
+        for x in lengths:
+            more += (None,) if x is None else (x.shape, x.stride(), x.dtype, x.get_device())
+        key, shortcut = _look_up(
+            q, k, v, softmax_scale, causal, window_size, softcap, dropout_p, deterministic, return_lse, backend, more
+        )  # fmt: skip
+        if shortcut is not None:
+            return shortcut(q, k, v, *lengths)
     return _attend(
         Operands(
             q,
@@ -246,6 +250,7 @@ def flash_attn_varlen_func(
             max_seqlen_k,
             kernel_options=_pairs(kernel_options),
         ),
+        key,
     )
 
 
@@ -427,6 +432,43 @@ def _block_mask(
     if tables.num.device != query.device:
         checks.refuse("block_mask", f"on {tables.num.device}", f"the device of query, {query.device}")
     return tables, (rows, columns), block_mask.mask_mod
+
+
+def _look_up(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: Window,
+    softcap: float,
+    dropout_p: float,
+    deterministic: bool,
+    return_lse: bool,
+    backend: str,
+    more: tuple[Any, ...],
+) -> tuple[Any, Callable[..., Any] | None]:
+    """The key of a call, unless it must take the longer way, and its shortcut, if it has one.
+
+    `more` is what else decides the call; the caller has asked whether anything is watching.
+    """
+    if not type(q) is type(k) is type(v) is Tensor:
+        return None, None
+    key = (
+        q.shape, q.stride(), q.dtype, q.get_device(), k.shape, k.stride(), k.dtype, k.get_device(),
+        v.shape, v.stride(), v.dtype, v.get_device(),
+        torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
+        softmax_scale, causal, softcap, dropout_p, deterministic, return_lse, backend, more,
+        window_size if window_size is _UNBOUNDED else repr(window_size),
+        # 1 is no boolean, though it equals True.
+        type(softmax_scale), type(causal), type(softcap), type(dropout_p), type(deterministic),
+        type(return_lse),
+    )  # fmt: skip
+    try:
+        shortcut = _SHORTCUTS.get(key)
+    except TypeError:  # no argument that is taken fails to be a key; it will be refused
+        return None, None
+    return key, None if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 else shortcut
 
 
 def _attend(operands: Operands, options: Options, key: Any = None) -> Tensor | tuple[Tensor, Tensor]:

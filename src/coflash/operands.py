@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["BlockTables", "Operands", "row_dtype"]
+__all__ = ["LENGTHS", "BlockTables", "Operands", "row_dtype"]
 
 
 class BlockTables(NamedTuple):
@@ -41,6 +41,9 @@ class Operands(NamedTuple):
     cache_leftpad: Tensor | None = None
     dropout_seed: Tensor | None = None
     block_tables: BlockTables | None = None
+
+
+LENGTHS = Operands._fields[7:11]  # where sequences lie: cu_seqlens and seqused
 
 
 def row_dtype(q: Tensor) -> torch.dtype:

@@ -37,15 +37,25 @@ def attend(call: Call, operands: Operands) -> tuple[Tensor, Tensor]:
     return _apply_attention(prepared, *operands[:5], *operands.captured)
 
 
-def shortcut(call: Call, operands: Operands) -> Callable[[Tensor, Tensor, Tensor], Any] | None:
-    """What a public function returns for q, k, v alone, for calls that differ from this one in addresses only."""
+def shortcut(call: Call, operands: Operands) -> Callable[..., Any] | None:
+    """What a public function returns for q, k, v and `LENGTHS` if it has any, for calls that differ from this one
+    in addresses only.
+    """
     start = shortest(call, operands)
     if start is None:
         return None
     if not call.problem.needs_grad:
         return start
     apply = _apply_attention if call.options.return_lse else _apply_output
-    return partial(apply, _Prepared(start, call, operands[5:]))
+    if not call.reads_index_tensors:
+        return partial(apply, _Prepared(start, call, operands[5:]))
+    before, behind = operands[5:7], operands[11:]
+
+    def with_lengths(q: Tensor, k: Tensor, v: Tensor, *lengths: Tensor | None) -> Any:
+        rest = (*before, *lengths, *behind)
+        return apply(_Prepared(lambda q, k, v: start(q, k, v, *lengths), call, rest), q, k, v)
+
+    return with_lengths
 
 
 class _Prepared(NamedTuple):

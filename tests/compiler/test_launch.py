@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from coflash.compiler import launch
+from coflash.operands import LENGTHS, Operands
 
 ROOT = Path(__file__).parents[2]
 
@@ -73,27 +74,40 @@ def test_only_what_is_read_in_place_is_launched_directly(name):
     in_place = in_place or name.startswith("address")  # of later calls' addresses the caller takes care
     plain = torch.ones(2, 3, 4, 64, dtype=torch.bfloat16)
     for which in "qkv":
-        call = SimpleNamespace(**{"q": plain, "k": plain, "v": plain, which: odd}, softmax_scale=0.125)
+        call = Operands(**{"q": plain, "k": plain, "v": plain, which: odd}, softmax_scale=0.125)
         direct = launch.Launch(print, ("q", "k", "v"), {}).direct(call)
         assert (direct is not None) == in_place
 
 
 def test_a_direct_launch_passes_what_it_is_given():
     calls = []
-    names = ("q", "k", "v", "out", "lse", "softmax_scale", "window_left", "tile_counter", "num_blocks")
+    names = ("q", "k", "v", "out", "lse", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
+    names += ("softmax_scale", "window_left", "tile_counter", "num_blocks")
     bound = launch.Launch(lambda *given: calls.append(given), names, {"window_left": 7, "num_blocks": 132})
     x = torch.ones(2, 3, 4, 64, dtype=torch.bfloat16)
-    bound.direct(SimpleNamespace(q=x, k=x, v=x, softmax_scale=0.125))("Q", "K", "V", "OUT", "LSE")
+    direct = bound.direct(Operands(x, x, x, softmax_scale=0.125))
+    direct("Q", "K", "V", "CU_Q", "CU_K", "USED_Q", "USED_K", "OUT", "LSE")
     ((*given, counter, blocks),) = calls
-    assert given == ["Q", "K", "V", "OUT", "LSE", 0.125, 7] and blocks == 132
+    assert (
+        given == ["Q", "K", "V", "OUT", "LSE", "CU_Q", "CU_K", "USED_Q", "USED_K", 0.125, 7] and blocks == 132
+    )
     assert counter.tolist() == [0] * launch.COUNTER_WORDS
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_lengths_that_must_be_copied_are_not_launched_directly(name):
+    x = torch.ones(2, 3, 4, 64, dtype=torch.bfloat16)
+    lengths = torch.arange(8, dtype=torch.int32)
+    bound = launch.Launch(print, ("q", "k", "v", name), {})
+    assert bound.direct(Operands(x, x, x, **{name: lengths})) is not None
+    assert bound.direct(Operands(x, x, x, **{name: lengths[::2]})) is None
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.5, float("nan")])
 def test_a_scale_that_no_kernel_takes(scale):
     bound = launch.Launch(print, ("softmax_scale",), {})
     x = torch.ones(2, 3, 4, 64, dtype=torch.bfloat16)
-    operands = SimpleNamespace(q=x, k=x, v=x, softmax_scale=scale)
+    operands = Operands(x, x, x, softmax_scale=scale)
     for start in (bound.direct, lambda operands: bound(operands, None, None)):
         with pytest.raises(NotImplementedError, match="softmax_scale"):
             start(operands)

@@ -17,6 +17,7 @@ import torch
 from coflash.compiler import cache, runtime
 from coflash.compiler.builder import build
 from coflash.compiler.cache import Entry
+from coflash.operands import LENGTHS
 
 _functions: dict[tuple[str, Any, str], tuple[Any, tuple[str, ...]]] = {}
 _lock = threading.Lock()
@@ -36,14 +37,18 @@ class Launch:
         return self._general(operands, out, lse)
 
     def direct(self, operands: Any) -> Callable[..., None] | None:
-        """A launch f(q, k, v, out, lse) for calls that differ from this one in addresses only, all of them
-        multiples of 16 bytes: nothing is looked at any more. None where an operand would have to be copied.
+        """A launch f(q, k, v, *lengths, out, lse), with all of `LENGTHS`, for calls that differ from this one in
+        addresses only, those of q, k, v multiples of 16 bytes: nothing is looked at any more. None where an operand
+        would have to be copied.
         """
         if not all(map(followed, (operands.q, operands.k, operands.v))):
             return None
+        lengths = (getattr(operands, name) for name in LENGTHS)
+        if not all(x is None or x.is_contiguous() for x in lengths):
+            return None
         scale = positive(operands.softmax_scale)
         bound = {**self._scalars, "softmax_scale": scale, "index": operands.q.get_device()}
-        return self._bind(_AS_THEY_ARE, ("q", "k", "v", "out", "lse"), bound)
+        return self._bind(_AS_THEY_ARE, ("q", "k", "v", *LENGTHS, "out", "lse"), bound)
 
     def _bind(self, special: Mapping[str, str], parameters: tuple[str, ...], bound: Mapping[str, Any]) -> Any:
         terms = [
@@ -61,10 +66,7 @@ _PREPARED = {
     "sink": "operands.sink.float().contiguous()",
     "softmax_scale": "positive(operands.softmax_scale)",
     "tile_counter": "tile_counter(operands.q.get_device())",
-    **{
-        name: f"operands.{name}.contiguous()"
-        for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
-    },
+    **{name: f"operands.{name}.contiguous()" for name in LENGTHS},
 }
 _AS_THEY_ARE = {"tile_counter": "tile_counter(index)"}
 
