@@ -112,6 +112,41 @@ def test_a_cuda_graph(causal):
             assert torch.equal(one, out)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_lengths_that_change(causal):
+    """Calls alike but for the values of their lengths, eager and replayed: each takes those it is given."""
+    q, k, v = (x.flatten(0, 1) for x in qkv())
+
+    def attention(lengths, q=q):
+        options = {"max_seqlen_q": 1024, "max_seqlen_k": 1024, "causal": causal}
+        return coflash.flash_attn_varlen_func(q, k, v, cu_seqlens_q=lengths, cu_seqlens_k=lengths, **options)
+
+    def check(out, lengths, q=q):
+        bounds = lengths.tolist()
+        for begin, end in zip(bounds[:-1], bounds[1:], strict=True):
+            assert_right(out[None, begin:end], *(x[None, begin:end] for x in (q, k, v)), causal)
+
+    drawn = [torch.tensor([0, cut, 1024], dtype=torch.int32, device="cuda") for cut in (300, 1, 1023, 512)]
+    for lengths in drawn * 2:
+        check(attention(lengths), lengths)
+    inputs = q.clone().requires_grad_()
+    for lengths in drawn:
+        out = attention(lengths, inputs)
+        check(out.detach(), lengths, inputs.detach())
+        (gradient,) = torch.autograd.grad(out, inputs, torch.ones_like(out))
+        assert gradient.isfinite().all()
+    held = drawn[0].clone()
+    attention(held)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attention(held)
+    for lengths in drawn:
+        held.copy_(lengths)
+        graph.replay()
+        torch.cuda.synchronize()
+        check(out, lengths)
+
+
 def test_many_streams():
     streams = [torch.cuda.Stream() for _ in range(8)]
     inputs = [qkv(batch=1, seqlen=1024) for _ in streams]
