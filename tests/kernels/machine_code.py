@@ -13,6 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
+from coflash.compiler import resources
+
 #: First words of instructions -> kind. What is in none of them is "other".
 KINDS = {
     "exponentials": "MUFU",
@@ -151,3 +155,10 @@ def columns(instructions: tuple[str, ...], word: str) -> int:
     """Columns of tensor memory that instructions of this name move (LDTM, STTM)."""
     found = (re.match(rf"{word}\.x(\d+)$", opcode(i)) for i in instructions)
     return sum(int(match[1]) for match in found if match)
+
+
+def encoded(cubin: bytes) -> tuple[np.ndarray, np.ndarray]:
+    """The instructions of the one kernel in it, 16 bytes each, as their low and their high 64 bits."""
+    ((_, text),) = [(n, s) for n, s in resources._sections(cubin).items() if n.startswith(".text.")]
+    low, high = np.frombuffer(text.data, "<u8").reshape(-1, 2).T
+    return low, high

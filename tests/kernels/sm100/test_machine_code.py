@@ -9,14 +9,13 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from tests.kernels.machine_code import Code, disassembler, opcode
+from tests.kernels.machine_code import Code, disassembler, encoded, opcode
 
 pytest.importorskip("cutlass")
 
 from tests.kernels.sm100.calls import built  # noqa: E402
 from tests.kernels.sm100.slots import counted, roles  # noqa: E402
 
-from coflash.compiler import resources  # noqa: E402
 from coflash.kernels.sm100.config import choose  # noqa: E402
 
 needs_disassembler = pytest.mark.skipif(disassembler() is None, reason="no nvdisasm")
@@ -39,8 +38,7 @@ def products(cubin: bytes) -> Counter[bool]:
 
     An instruction is 16 bytes. Its lowest 9 bits are 0x1ea in a 16-bit tcgen05 product (the 3 above say where its
     operands are), and bit 85 is what the disassembler prints as .2CTA."""
-    ((_, text),) = [(n, s) for n, s in resources._sections(cubin).items() if n.startswith(".text.")]
-    low, high = np.frombuffer(text.data, "<u8").reshape(-1, 2).T
+    low, high = encoded(cubin)
     return Counter((high[low & 0x1FF == 0x1EA] >> np.uint64(21) & 1 == 1).tolist())
 
 

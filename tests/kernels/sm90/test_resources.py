@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import linecache
 import re
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.kernels.machine_code import encoded
 
 pytest.importorskip("cutlass")
 
-from coflash.compiler import compile_to, resources  # noqa: E402
+from coflash.compiler import compile_to  # noqa: E402
 from coflash.kernels.sm90.config import ForwardConfig  # noqa: E402
 from coflash.planning.choices import SM90_FORWARD  # noqa: E402
 
@@ -40,6 +43,7 @@ def check(config: ForwardConfig, folder: Path) -> None:
     expected[config.tile_d_v] += (loops + 1) * (config.tile_n // 16) + exact * (config.exact_n // 16)
     found = Counter(int(n) for n in re.findall(r"wgmma\.mma_async\S*m64n(\d+)k16", ptx))
     assert found == +expected
+    assert all(line.startswith("multiply(") for line in _issuing_lines(ptx))
     if config.softmax == "held" and not config.softcap:
         check_operands(compiled.cubin.read_bytes())
 
@@ -51,8 +55,7 @@ def check_operands(cubin: bytes) -> None:
     An instruction is 16 bytes. 0x223 in the lowest 12 bits multiplies and adds registers, 0xC23 with the second
     factor in a uniform register; the third operand is in bits 64 to 71, bit 75 negates it, bits 122 to 124 say which
     operands are kept for the next instruction."""
-    ((_, text),) = [(n, s) for n, s in resources._sections(cubin).items() if n.startswith(".text.")]
-    low, high = np.frombuffer(text.data, "<u8").reshape(-1, 2).T
+    low, high = encoded(cubin)
     kind = low & 0xFFF
     chosen = ((kind == 0x223) | (kind == 0xC23)) & (high >> np.uint64(11) & 1 == 1)
     high, uniform = high[chosen], kind[chosen] == 0xC23
@@ -61,6 +64,17 @@ def check_operands(cubin: bytes) -> None:
     assert times == as_often and one ^ other == 1, subtracted
     kept = sum((high >> np.uint64(58 + operand)) & 1 for operand in range(3))
     assert (kept + uniform >= 2).mean() > 0.3  # all but those of blocks with masks, whose order is another
+
+
+def _issuing_lines(ptx: str) -> Iterator[str]:
+    """The source lines that matrix instructions are said to be from."""
+    files = dict(re.findall(r'\.file\s+(\d+)\s+"([^"]+)"', ptx))
+    line = ""
+    for statement in ptx.splitlines():
+        if place := re.match(r"\s*\.loc\s+(\d+)\s+(\d+)", statement):
+            line = linecache.getline(files[place[1]], int(place[2])).strip()
+        elif "wgmma.mma_async" in statement:
+            yield line
 
 
 def _squeezed(ptx: str) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import llvm
-from cutlass.cutlass_dsl import T
+from cutlass.cutlass_dsl import T, dsl_user_op
 
 
 def ptx(
@@ -22,7 +22,9 @@ def ptx(
     return llvm.inline_asm(
         result,
         [value(operand) for operand in operands],
-        text,
+        " ".join(
+            text.split()
+        ),  # of further lines the compiler would say that they are from further source lines
         constraints,
         has_side_effects=not pure,
         is_align_stack=False,
@@ -32,6 +34,7 @@ def ptx(
     )
 
 
+@dsl_user_op
 def run(
     text: str,
     results: list[tuple[str, ir.Type]],
@@ -39,6 +42,9 @@ def run(
     operands: list[Any],
     tied_from: int = 0,
     early: bool = False,
+    *,
+    loc: Any = None,
+    ip: Any = None,
 ) -> list[ir.Value]:
     """Inline PTX with several results, each a register class and a type.
 
@@ -54,8 +60,8 @@ def run(
     constraints += [kinds[x.type] for x in values[len(tied) :]]
     types = [type_ for _, type_ in results]
     joined = llvm.StructType.get_literal(types) if types else None
-    out = ptx(joined, text, ",".join(constraints), *values)
-    return [llvm.extractvalue(type_, out, [i]) for i, type_ in enumerate(types)]
+    out = ptx(joined, text, ",".join(constraints), *values, loc=loc, ip=ip)
+    return [llvm.extractvalue(type_, out, [i], loc=loc, ip=ip) for i, type_ in enumerate(types)]
 
 
 def block(lines: list[str]) -> str:

@@ -21,7 +21,7 @@ def times_zero_plus(word: Int32, to: Int32, *, loc=None, ip=None) -> Int32:
 def load_matrices(address: Int32, *, loc=None, ip=None) -> list[Int32]:
     """Four 8 x 8 matrices of 16 bits from shared memory, whose rows lie where lanes 0..31 say."""
     text = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
-    return [Int32(word) for word in run(text, [("r", T.i32())] * 4, [], [address])]
+    return [Int32(word) for word in run(text, [("r", T.i32())] * 4, [], [address], loc=loc, ip=ip)]
 
 
 def choose(condition: Boolean, yes, no):
@@ -64,7 +64,8 @@ def quad_sum(x: Float32) -> Float32:
     return x
 
 
-def adjacent(low: Float32, high: Float32) -> tuple[Float32, Float32]:
+@dsl_user_op
+def adjacent(low: Float32, high: Float32, *, loc=None, ip=None) -> tuple[Float32, Float32]:
     """The same two numbers, in an aligned pair of registers (NaN may come back as another NaN, and a zero with it).
 
     Minus zero is added to both as one float64, which changes no other number.  The assembler could see a constant
@@ -73,7 +74,7 @@ def adjacent(low: Float32, high: Float32) -> tuple[Float32, Float32]:
         "{.reg .f64 both, nothing; .reg .b32 zero; mov.u32 zero, %ctaid.y; mov.b64 nothing, {zero, 0x80000000};"
         " mov.b64 both, {$2, $3}; add.rn.f64 both, both, nothing; mov.b64 {$0, $1}, both;}"
     )
-    a, b = run(text, [("f", T.f32())] * 2, [], [low, high])
+    a, b = run(text, [("f", T.f32())] * 2, [], [low, high], loc=loc, ip=ip)
     return Float32(a), Float32(b)
 
 
@@ -87,20 +88,3 @@ def store_16_bytes(address: Int64, words, *, loc=None, ip=None) -> None:
 def zero_16_shared_bytes(pointer: cute.Pointer, *, loc=None, ip=None) -> None:
     """16 aligned bytes of shared memory to zero."""
     ptx(None, "st.shared.v4.b32 [$0], {0, 0, 0, 0};", "r", pointer.toint(loc=loc, ip=ip), loc=loc, ip=ip)
-
-
-__all__ = [
-    "LN_2",
-    "LOG2_E",
-    "adjacent",
-    "choose",
-    "exchange",
-    "exp2",
-    "least",
-    "log2",
-    "most",
-    "quad_max",
-    "quad_sum",
-    "store_16_bytes",
-    "zero_16_shared_bytes",
-]

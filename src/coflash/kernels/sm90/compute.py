@@ -1,7 +1,5 @@
 """The compute warpgroups of the Hopper forward: scores, softmax, output."""
 
-from typing import Any
-
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
@@ -59,8 +57,11 @@ class Warpgroup(Fixture):
         self.k = a.make_fragment_B(a.partition_B(shared.k))
         self.v = b.make_fragment_B(b.partition_B(shared.v))
         self.out = b.make_fragment_C(b.partition_shape_C((ROWS, c.tile_d_v)))
-        self.words, self.probabilities = make_probabilities(c, c.tile_n)
-        self.kept: Any = make_kept(c) if c.q_registers else None
+        self.words, self.probabilities = make_operand(c, c.tile_n // 16)
+        if c.q_registers:  # columns of Q that stay in registers, and their product with K
+            self.kept_words, self.kept = make_operand(c, c.q_registers)
+            shape = ROWS, c.tile_n
+            self.kept_mma = make_mma(self.dtype, shape, OperandMajorMode.K, warpgroup.OperandSource.RMEM)
         self.q_ring, self.k_ring, self.v_ring = shared.rings(producer=False, group=self.group)
         self.slots = shared.slots(producer=False)
         self.work, self.failed = shared.work(), shared.verdicts()
@@ -92,15 +93,13 @@ class Warpgroup(Fixture):
             in_place=c.in_place,
         )
         if c.q_registers:
-            _, kept_q, kept_mma = self.kept
-            multiply(kept_mma, scores, kept_q, k, fresh=False, steps=range(c.q_registers))
+            multiply(self.kept_mma, scores, self.kept, k, fresh=False, steps=range(c.q_registers))
         warpgroup.commit_group()
         return scores
 
     def keep_q(self) -> None:
         """The first columns of Q to registers: the products need not read them from shared memory again."""
         c = self.config
-        words, _, _ = self.kept
         row = self.thread // 32 * 16 + self.lane % 16
         stage = self.group * c.q_stages + self.q_ring.stage
         plain = q_layout(c).outer
@@ -108,7 +107,7 @@ class Warpgroup(Fixture):
             at = 2 * cute.crd2idx((row, 16 * i + self.lane // 16 * 8, stage), plain)
             at = at ^ (at >> 3 & 0x70)  # the swizzle of 128-byte rows
             for n, word in enumerate(ptx.load_matrices(Int32(self.shared.storage.q.data_ptr().toint()) + at)):
-                words[4 * i + n] = word
+                self.kept_words[4 * i + n] = word
 
     def multiply_v(self, steps: int = 0) -> None:
         """Issue O += P V on the next V stage; of all keys, or of the first `steps` times 16."""
@@ -163,7 +162,7 @@ class Warpgroup(Fixture):
         self.state.start()
         with when(high > low):
             self.q_ring.wait_full()
-            if self.kept:
+            if self.config.q_registers:
                 self.keep_q()
             # Blocks that only later rows of the tile see.
             self.pass_blocks(ptx.choose(sees, high - own_high, high - low))
@@ -265,11 +264,11 @@ class Warpgroup(Fixture):
         self.mask(scores, j * c.tile_n, limits)
         if c.softmax == "held":
             self.state.hold(scores)
+            self.state.exponentials(scores, held=True)
+            self.state.settle_reference()
         else:
             self.state.raise_reference(scores)
-        self.state.exponentials(scores, held=c.softmax == "held")
-        if c.softmax == "held":
-            self.state.settle_reference()
+            self.state.exponentials(scores)
         block = self.state.sums(scores)
         self.state.pack(scores, self.words)
         self.state.add(self.words, block, first=True)
@@ -439,7 +438,7 @@ class Narrow(Fixture):
         v = cute.local_tile(shared.v, (c.tile_d_v, c.exact_n), (0, None, None))
         self.k = self.slice.make_fragment_B(self.slice.partition_B(k))
         self.v = out_slice.make_fragment_B(out_slice.partition_B(v))
-        self.words, self.probabilities = make_probabilities(c, c.exact_n)
+        self.words, self.probabilities = make_operand(c, c.exact_n // 16)
 
 
 class After(Fixture):
@@ -455,20 +454,11 @@ class After(Fixture):
         self.waits[0] = Int32(0)
 
 
-def make_probabilities(config: ForwardConfig, keys: int) -> tuple[cute.Tensor, cute.Tensor]:
-    """Registers of P for that many keys, as words and as the A operand of the product with V."""
-    words = cute.make_rmem_tensor((keys // 4,), Int32)
+def make_operand(config: ForwardConfig, steps: int) -> tuple[cute.Tensor, cute.Tensor]:
+    """Registers of a product's A operand of that many steps of 16, as words and as the operand."""
+    words = cute.make_rmem_tensor((4 * steps,), Int32)
     operand = cute.make_tensor(
         cute.recast_ptr(words.iterator, dtype=DTYPES[config.dtype]),
-        cute.make_layout(((2, 2, 2), 1, keys // 16), stride=((1, 2, 4), 0, 8)),
+        cute.make_layout(((2, 2, 2), 1, steps), stride=((1, 2, 4), 0, 8)),
     )
     return words, operand
-
-
-def make_kept(config: ForwardConfig) -> tuple[cute.Tensor, cute.Tensor, Any]:
-    """Registers for the first columns of Q, as words and as the A operand of their product with K."""
-    words = cute.make_rmem_tensor((4 * config.q_registers,), Int32)
-    layout = cute.make_layout(((2, 2, 2), 1, config.q_registers), stride=((1, 2, 4), 0, 8))
-    operand = cute.make_tensor(cute.recast_ptr(words.iterator, dtype=DTYPES[config.dtype]), layout)
-    shape, source = (ROWS, config.tile_n), warpgroup.OperandSource.RMEM
-    return words, operand, make_mma(DTYPES[config.dtype], shape, OperandMajorMode.K, source)

@@ -15,7 +15,7 @@ from cutlass import Float32, Int32, cute
 from cutlass._mlir import ir
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.cute.nvgpu.tcgen05 import smem_descriptor_to_int
-from cutlass.cutlass_dsl import T
+from cutlass.cutlass_dsl import T, dsl_user_op
 
 from coflash.kernels.parts import inline, vectors
 
@@ -32,6 +32,7 @@ def make_mma(dtype: Any, shape: tuple[int, int], b_major: Any, a_source: Any) ->
     )
 
 
+@dsl_user_op
 def multiply(
     mma: cute.TiledMma,
     out: cute.Tensor,
@@ -40,6 +41,9 @@ def multiply(
     fresh: bool,
     steps: Iterable[int] | None = None,
     in_place: bool = False,
+    *,
+    loc: Any = None,
+    ip: Any = None,
 ) -> None:
     """Issue out (+)= a b, of all steps of 16 or of those given; `fresh` starts from zero.
 
@@ -85,7 +89,8 @@ def multiply(
         right = descriptor(b, "b_at", step)
         onto = "no" if fresh and step == steps[0] else "yes"
         lines.append(f"{instruction} {accumulator}, {left}, {right}, {onto}, {flags};")
-    after = inline.run(inline.block(lines), [("f", T.f32())] * count, tied, operands, early=not tied)
+    results = [("f", T.f32())] * count
+    after = inline.run(inline.block(lines), results, tied, operands, early=not tied, loc=loc, ip=ip)
     vectors.store(out, vectors.gather(after))
 
 
